@@ -400,7 +400,7 @@ supervise() {
 # --- what the user asked for ------------------------------------------------------------------------------
 
 run_program() {
-    local ranks="" nodes=""
+    local ranks="" nodes="" cores per_node
     while (($#)); do
         case $1 in
             -n | -np) (($# > 1)) || die "$1 needs a number of ranks"; ranks=$2; shift 2 ;;
@@ -455,8 +455,11 @@ run_tests() {
 
     # A wait of the library ends before the watchdog of the tests; hash order alike on every rank.
     export BURSTMPI_DEADLINE=${BURSTMPI_DEADLINE:-20} PYTHONHASHSEED=0
+    export BURSTMPI_VENV=$venv BURSTMPI_MPI=$mpi   # for tests that call this script
+    local color=no
+    [[ -t 1 ]] && color=auto   # a launcher may give its ranks a terminal where we have none
     export BURSTMPI_TEST_WORLDS=$worlds BURSTMPI_TEST_EXTRA_WORLDS=$extra BURSTMPI_TEST_REPORT
-    local folder name status began bad=0 lines=() total=(0 0 0) counts word failed=() users_threads=${OMP_NUM_THREADS:-}
+    local ranks nodes=1 cores per_node folder name status began bad=0 lines=() total=(0 0 0) counts word failed=() users_threads=${OMP_NUM_THREADS:-}
     folder=$(mktemp -d)
     # shellcheck disable=SC2064  # the folder of now
     trap "rm -rf '$folder'" EXIT
@@ -468,13 +471,13 @@ run_tests() {
         began=$SECONDS
         say "tests, $name"
         if ((world == 0)); then
-            command=("$venv/bin/python" -m pytest -q)
+            command=("$venv/bin/python" -m pytest -q "--color=$color")
         else
             [[ -n $users_threads ]] || unset OMP_NUM_THREADS OPENBLAS_NUM_THREADS MKL_NUM_THREADS
             count_resources "$world" ""
             set_threads
             build_command free
-            command+=("$venv/bin/python" -m mpi4py -m pytest -q --only-mpi -p no:cacheprovider)
+            command+=("$venv/bin/python" -m mpi4py -m pytest -q "--color=$color" --only-mpi -p no:cacheprovider)
         fi
         status=0
         supervise "${command[@]}" "$@" || status=$?
