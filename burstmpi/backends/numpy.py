@@ -22,6 +22,7 @@ __all__ = ["NumpyBackend"]
 
 ROWS = 512  # rows of a score tile (query rows × heads of a group)
 KEYS = 512  # keys of a score tile
+LEAST = 16  # query rows that a tile has at least, however many heads share a key head
 
 
 class NumpyBackend:
@@ -176,7 +177,7 @@ class NumpyBackend:
 
 def tile_shape(group: int, rows_q: int, rows_k: int) -> tuple[int, int]:
     """Query rows and keys of a tile: about ROWS × KEYS scores, heads of the group counted as rows."""
-    return max(1, min(max(16, ROWS // group), rows_q)), max(1, min(KEYS, rows_k))
+    return max(1, min(max(LEAST, ROWS // group), rows_q)), max(1, min(KEYS, rows_k))
 
 
 def _query_tiles(backend, q, k, v, work, backward):
