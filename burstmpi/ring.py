@@ -128,12 +128,18 @@ class Ring:
 
     # ------------------------------------------------------------ agreement
 
-    def agreed(self, common: dict, token: int, fine: bool) -> bool:
-        """Ask all ranks whether they are fine, say the same, and hold the same token above 0: one small reduction."""
+    def agreed(self, common: dict, token: int, ready: bool, fine: bool) -> tuple[bool, bool]:
+        """Ask all ranks, in one small reduction, whether they say the same.
+
+        Returns
+        -------
+        known : every rank is fine, says the same ``common``, and holds the same token, above 0
+        ready : every rank is ready
+        """
         digest = hashlib.blake2b(repr(sorted(common.items())).encode(), digest_size=7).digest()
         word = int.from_bytes(digest, "little")
-        low = self.reduce(np.array([fine, word, -word, token, -token], np.int64), MPI.MIN)
-        return bool(low[0] and low[1] == -low[2] and low[3] == -low[4] and low[3] > 0)
+        low = self.reduce(np.array([fine, word, -word, token, -token, ready], np.int64), MPI.MIN)
+        return bool(low[0] and low[1] == -low[2] and low[3] == -low[4] and low[3] > 0), bool(low[5])
 
     def settle(self, common: dict, private, error: Exception | None):
         """Exchange what each rank has to say; raise alike on every rank where one erred or two differ.

@@ -125,9 +125,11 @@ class NumpyBackend:
     def delta(self, dout, out, delta) -> None:
         """delta_i = Σ_c dout_ic out_ic."""
         acc = delta.dtype
-        for b in range(dout.shape[0]):
-            for start in range(0, dout.shape[1], ROWS):
-                rows = slice(start, start + ROWS)
+        batch, length, heads, width = dout.shape
+        few = max(1, (1 << 16) // (heads * width))  # rows at a time: temporaries stay small
+        for b in range(batch):
+            for start in range(0, length, few):
+                rows = slice(start, start + few)
                 # (rows, heads, dv) → (heads, rows)
                 product = dout[b, rows].astype(acc) * out[b, rows].astype(acc)
                 delta[b, :, rows] = product.sum(axis=2).T
