@@ -41,10 +41,11 @@ def test_workspace_bytes_is_exact(comm, dtype, backward, options):
             tracemalloc.stop()
 
 
+@pytest.mark.mpi(ranks=(1, 3))
 @pytest.mark.parametrize("backward", ["q", "kv"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_second_call_allocates_nothing_large(comm, dtype, backward):
-    rows = 2048
+    rows = 1500
     q, k, v, dout = tensors(rows, dtype)
     with BurstAttention(comm, layout="contiguous", backward=backward, causal=True) as attn:
         out, lse = attn.forward(q, k, v)
@@ -56,8 +57,8 @@ def test_a_second_call_allocates_nothing_large(comm, dtype, backward):
             _, peak = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
-    # A few vectors over rows of index arithmetic and the rows of a tile; q alone has 8 MiB in float32.
-    assert peak < 1.5 * 2**20, peak
+    # A few vectors over rows of index arithmetic and the rows of a tile; the workspace alone has more than 5 MiB.
+    assert peak < 2**20, peak
 
 
 def peak_of(comm, rows):
@@ -84,8 +85,8 @@ def test_peak_does_not_grow_with_the_number_of_ranks(comm):
         assert large < small + 64 * 1024, (small, large)
 
 
+@pytest.mark.mpi(ranks=2)
 def test_peak_is_linear_in_the_rows(comm):
-    peaks = {rows: peak_of(comm, rows) for rows in (1024, 2048, 4096)}
+    peaks = {rows: peak_of(comm, rows) for rows in (512, 1024, 2048)}
     # Twice the rows, at most twice the bytes; an array of scores would make them four times as many.
-    assert peaks[2048] < 2.1 * peaks[1024] and peaks[4096] < 2.1 * peaks[2048], peaks
-    assert peaks[4096] < 4096 * 4096 * 4, peaks
+    assert peaks[1024] < 2.05 * peaks[512] and peaks[2048] < 2.05 * peaks[1024], peaks
