@@ -29,6 +29,10 @@ class RankFailure(AssertionError):
     """A hypothesis example failed on a rank; raised on every rank alike."""
 
 
+def without_addresses(text: str) -> str:
+    return re.sub(r"\b0x[0-9a-f]+", "", text)
+
+
 class Watchdog:
     """End this process, with its stack on stderr, when a piece of work takes too long.
 
@@ -154,6 +158,7 @@ class Ranks:
             "place": (report.nodeid, report.when),
             "outcome": report.outcome,
             "text": report.longreprtext + captured if report.failed else "",
+            "crash": crash.message.split("\n")[0] if (crash := getattr(report.longrepr, "reprcrash", None)) else "",
             "skip": report.longrepr if report.skipped else None,
             "wasxfail": getattr(report, "wasxfail", None),
             "stop": call.stop,
@@ -185,17 +190,17 @@ class Ranks:
 
     def _tracebacks(self, answers) -> str:
         """Return the tracebacks of the failing ranks, the earliest first, equal ones once."""
-        ranks_of = {}
+        groups = {}  # traceback without addresses of objects: (ranks, traceback)
         failing = [rank for rank, answer in enumerate(answers) if answer["outcome"] == "failed"]
         for rank in sorted(failing, key=lambda rank: answers[rank]["stop"]):
-            ranks_of.setdefault(answers[rank]["text"], []).append(rank)
+            text = answers[rank]["text"]
+            groups.setdefault(without_addresses(text), ([], rank, text))[0].append(rank)
         parts = []
-        for number, (text, ranks) in enumerate(ranks_of.items()):
+        for ranks, first, text in groups.values():
             names = ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, sorted(ranks)))
-            if number < TRACEBACKS_SHOWN:
-                parts.append(f"=== {names} of {self.size} failed ===\n{text}\n")
-            else:
-                parts.append(f"=== {names} failed too: {text.strip().splitlines()[-1]}\n")
+            parts.append(f"{names} of {self.size}: {answers[first]['crash']}\n")
+            if len(parts) <= TRACEBACKS_SHOWN:
+                parts[-1] += text + "\n"
         return "\n".join(parts)
 
     # --- hypothesis: the ranks walk through the same examples, in step
@@ -210,7 +215,7 @@ class Ranks:
         @functools.wraps(inner)
         def test(*args, **kwargs):
             drawn = repr(sorted((k, v) for k, v in kwargs.items() if k in drawn_names))
-            examples = self.gather(re.sub(r"\b0x[0-9a-f]+", "", drawn), self.members)
+            examples = self.gather(without_addresses(drawn), self.members)
             different = [rank for rank, example in enumerate(examples) if example != examples[0]]
 
             outcome, text, error = "passed", "", None
