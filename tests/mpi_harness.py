@@ -214,6 +214,7 @@ class Ranks:
 
         @functools.wraps(inner)
         def test(*args, **kwargs):
+            __tracebackhide__ = True
             drawn = repr(sorted((k, v) for k, v in kwargs.items() if k in drawn_names))
             examples = self.gather(without_addresses(drawn), self.members)
             different = [rank for rank, example in enumerate(examples) if example != examples[0]]
@@ -226,8 +227,8 @@ class Ranks:
                     outcome, error = "left", exception
                 except (KeyboardInterrupt, SystemExit):
                     raise
-                except BaseException:
-                    outcome, text = "failed", traceback.format_exc()
+                except BaseException as exception:
+                    outcome, text = "failed", f"{type(exception).__name__}: {exception}\n{traceback.format_exc()}"
             answers = self.gather((outcome, text), self.members)
 
             # One line raises for every rank: hypothesis tells failures apart by where they were raised.
@@ -235,7 +236,7 @@ class Ranks:
             if different:
                 message = f"rank {different[0]} drew {examples[different[0]]}, but rank 0 drew {examples[0]}"
             elif any(outcome == "failed" for outcome, _ in answers):
-                message = "\n".join(f"on rank {rank}:\n{text}" for rank, (_, text) in enumerate(answers) if text)
+                message = "\n".join(f"on rank {rank}: {text}" for rank, (_, text) in enumerate(answers) if text)
             elif len({outcome for outcome, _ in answers}) > 1:
                 message = f"some ranks rejected the example, others did not: {[outcome for outcome, _ in answers]}"
             if message:
