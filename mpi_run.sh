@@ -239,6 +239,8 @@ slurm_pmi() {
     done
 }
 
+slurm_binds() { scontrol show config 2>/dev/null | grep -Eq '^TaskPlugin .*(affinity|cgroup)'; }
+
 # --- how many ranks, nodes, cores, threads ----------------------------------------------------------------
 
 # Print the cores that this process may use: no hyperthreads, and no more than a container's quota.
@@ -268,6 +270,9 @@ print(count)
 PYTHON
 }
 
+# Print the smallest of Slurm's counts, as 16 of "16(x3),64".
+smallest_node() { tr ',' '\n' <<<"$1" | cut -d '(' -f 1 | sort -n | head -n 1; }
+
 # Set ranks, nodes, cores (of a node) and per_node from the options, the allocation and the machine.
 count_resources() {
     ranks=$1 nodes=$2
@@ -275,7 +280,7 @@ count_resources() {
     if [[ -n ${SLURM_JOB_ID:-} ]]; then
         ranks=${ranks:-${SLURM_NTASKS:-}}
         nodes=${nodes:-${SLURM_JOB_NUM_NODES:-}}
-        cores=${SLURM_CPUS_ON_NODE:-$cores}
+        cores=$(smallest_node "${SLURM_JOB_CPUS_PER_NODE:-${SLURM_CPUS_ON_NODE:-$cores}}")
     elif [[ -r ${PBS_NODEFILE:-} ]]; then
         ranks=${ranks:-$(wc -l <"$PBS_NODEFILE" | tr -d ' ')}
         nodes=${nodes:-$(sort -u "$PBS_NODEFILE" | wc -l | tr -d ' ')}
@@ -312,11 +317,11 @@ build_command() {
             ((nodes > 1)) && command+=(-N "$nodes")
             [[ -n ${SLURM_STEP_ID:-} ]] && command+=(--overlap)   # started from inside a step, as by srun --pty
             if ((${#flags[@]} == 0)); then
-                [[ -n ${SLURM_CPUS_PER_TASK:-} ]] && flags+=("--cpus-per-task=$SLURM_CPUS_PER_TASK")
                 if ((share == 0)); then
                     flags+=(--overcommit)
-                elif [[ $bind == bind ]]; then
-                    flags+=(--cpu-bind=cores)
+                else   # a step does not inherit this from its job
+                    flags+=("--cpus-per-task=${SLURM_CPUS_PER_TASK:-$share}")
+                    [[ $bind == bind ]] && slurm_binds && flags+=(--cpu-bind=cores)
                 fi
             fi
             ;;
@@ -325,7 +330,7 @@ build_command() {
                 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
             fi
             if ((${#flags[@]} == 0)); then
-                if ((share == 0)); then
+                if ((share == 0 || ranks > ${SLURM_NTASKS:-$ranks})); then   # a task of Slurm is one slot
                     flags=(--oversubscribe --bind-to none)
                 elif [[ $bind == bind ]]; then
                     flags=(--map-by "slot:PE=$share" --bind-to core:if-supported)

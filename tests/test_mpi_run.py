@@ -169,7 +169,8 @@ LIBRARIES = {
     "mpich": "MPICH Version:      4.2.3\nMPICH Release date: ...",
     "intel": "Intel(R) MPI Library 2021.13 for Linux* OS",
 }
-SLURM = {"SLURM_JOB_ID": 7, "SLURM_NTASKS": 4, "SLURM_JOB_NUM_NODES": 2, "SLURM_CPUS_ON_NODE": 8}
+SLURM = {"SLURM_JOB_ID": 7, "SLURM_NTASKS": 4, "SLURM_JOB_NUM_NODES": 2, "SLURM_CPUS_ON_NODE": 16,
+         "SLURM_JOB_CPUS_PER_NODE": "16(x1),8"}
 
 
 def write_program(path, text):
@@ -180,6 +181,7 @@ def write_program(path, text):
 
 def write_launcher(path, version="", pmi=()):
     """Write a program that tells its version and its PMIs, and otherwise notes its arguments and variables."""
+    write_program(path.parent / "scontrol", "echo 'TaskPlugin              = task/affinity,task/cgroup'\n")
     pmis = "MPI plugin types are...\n" + "".join(f"\t{name}\n" for name in pmi)
     write_program(path, f"""
 case $1 in
@@ -235,8 +237,8 @@ if [[ $* == "-m mpi4py --mpi-lib-version" ]]; then echo '{LIBRARIES[library]}'; 
 
 def test_slurm_starts_open_mpi_by_pmix(cluster):
     command, variables = cluster(library="openmpi", mpiexec="openmpi", srun=("none", "pmi2", "pmix"), **SLURM)
-    assert command == "srun -n 4 --mpi=pmix --kill-on-bad-exit=1 -N 2 --cpu-bind=cores"
-    assert variables["OMP_NUM_THREADS"] == "4", "8 cores of a node for 2 ranks"
+    assert command == "srun -n 4 --mpi=pmix --kill-on-bad-exit=1 -N 2 --cpus-per-task=4 --cpu-bind=cores"
+    assert variables["OMP_NUM_THREADS"] == "4", "8 cores of the smaller node for 2 ranks"
 
 
 def test_slurm_starts_mpich_by_pmi2(cluster):
