@@ -364,24 +364,10 @@ build_command() {
     if [[ $mpi == openmpi ]]; then export OMPI_MCA_osc=${OMPI_MCA_osc:-^ucx}; fi
 }
 
-# Several hosts under Open MPI's mpirun: it may end with 0 when it has lost a host.
-many_hosts() {
-    [[ $style == openmpi ]] && { ((nodes > 1)) || [[ ${BURSTMPI_LAUNCHER_FLAGS:-} == *host* ]]; }
-}
-
-# Run a command as a child that ends when this script is told to end; return its exit code, and 1 in place
-# of 0 where Open MPI's launcher said that it lost a host.
+# Run a command as a child that ends when this script is told to end; return its exit code.
 supervise() {
-    local child filter="" status=0 folder
-    folder=$(mktemp -d)
-    if many_hosts; then
-        mkfifo "$folder/errors"
-        tee "$folder/copy" <"$folder/errors" >&2 &
-        filter=$!
-        "$@" <&0 2>"$folder/errors" &
-    else
-        "$@" <&0 &
-    fi
+    local child status=0
+    "$@" <&0 &
     child=$!
     trap 'kill -TERM "$child" 2>/dev/null' TERM HUP
     trap ':' INT   # the terminal has sent it to the launcher as well
@@ -391,14 +377,46 @@ supervise() {
         wait "$child" || status=$?
     done
     trap - TERM HUP INT
-    if [[ -n $filter ]]; then
-        wait "$filter" || true
-        if ((status == 0)) && grep -q "lost communication with a remote daemon" "$folder/copy"; then
-            say "the launcher ended with 0 although it has lost a host: the job has failed"
-            status=1
-        fi
-    fi
+    return "$status"
+}
+
+# Open MPI's mpirun ends with 0 when it loses a host. There each rank says at its end that it is done, by a word on
+# stderr that is counted and not shown. (A file would need a file system that all hosts share.)
+may_lose_hosts() {
+    [[ $style == openmpi ]] && { ((nodes > 1)) || [[ ${BURSTMPI_LAUNCHER_FLAGS:-} == *host* ]]; }
+}
+
+run_counted() {
+    local folder word="<mpi_run $$ done>" done_ranks=0 line status=0 filter
+    folder=$(mktemp -d)
+    mkfifo "$folder/errors"
+    {
+        while IFS= read -r line || [[ -n $line ]]; do
+            while [[ $line == *"$word"* ]]; do
+                line=${line/"$word"/}
+                echo >>"$folder/done"
+                [[ -n $line ]] || continue 2
+            done
+            printf '%s\n' "$line" >&2
+        done
+    } <"$folder/errors" &
+    filter=$!
+    supervise "${command[@]}" "$venv/bin/python" -c "
+import sys
+from mpi4py.run import main
+try:
+    main()
+except SystemExit as end:
+    if end.code:
+        raise
+sys.stderr.write('$word\\n')" "$@" 2>"$folder/errors" || status=$?
+    wait "$filter" || true
+    [[ -e $folder/done ]] && done_ranks=$(wc -l <"$folder/done")
     rm -rf "$folder"
+    if ((status == 0 && done_ranks < ranks)); then
+        say "the launcher ended with 0, but only $((done_ranks)) of $ranks ranks came to their end: the job has failed"
+        status=1
+    fi
     return "$status"
 }
 
@@ -429,14 +447,13 @@ run_program() {
     count_resources "$ranks" "$nodes"
     set_threads
     build_command bind
-    # With -m mpi4py an exception on one rank ends all of them; plain python would leave the others waiting.
-    command+=("$venv/bin/python" -m mpi4py "$@")
+    # With mpi4py's runner an exception on one rank ends all of them; plain python would leave the others waiting.
     if [[ ${BURSTMPI_DRY_RUN:-} == 1 ]]; then
-        printf '%s\n' "${command[*]}"
-    elif many_hosts; then
-        supervise "${command[@]}"
+        printf '%s\n' "${command[*]} $venv/bin/python -m mpi4py $*"
+    elif may_lose_hosts; then
+        run_counted "$@"
     else
-        exec "${command[@]}"
+        exec "${command[@]}" "$venv/bin/python" -m mpi4py "$@"
     fi
 }
 

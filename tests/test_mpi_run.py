@@ -171,6 +171,7 @@ LIBRARIES = {
 }
 SLURM = {"SLURM_JOB_ID": 7, "SLURM_NTASKS": 4, "SLURM_JOB_NUM_NODES": 2, "SLURM_CPUS_ON_NODE": 16,
          "SLURM_JOB_CPUS_PER_NODE": "16(x1),8"}
+ONE_NODE = {**SLURM, "SLURM_JOB_NUM_NODES": 1, "SLURM_JOB_CPUS_PER_NODE": "16"}
 
 
 def write_program(path, text):
@@ -203,20 +204,23 @@ def fingerprint():
     return subprocess.run(["cksum"], input=text, capture_output=True, check=True).stdout
 
 
+def write_environment(folder, library, mpi):
+    """Make a stand-in for the environment, whose python answers which MPI library mpi4py has found."""
+    venv = folder / "venv"
+    write_program(venv / "bin" / "python", f"""
+if [[ $* == "-m mpi4py --mpi-lib-version" ]]; then echo '{LIBRARIES[library]}'; else exec '{sys.executable}' "$@"; fi
+""")
+    (venv / f"burstmpi-{mpi}.mark").write_bytes(fingerprint())
+    return venv
+
+
 @pytest.fixture
 def cluster(tmp_path):
-    """Return a function: run mpi_run.sh on a machine with these launchers and this library; return what was called.
-
-    The environment is a stand-in, too: its python answers which MPI library mpi4py has found.
-    """
+    """Return a function: run mpi_run.sh on a machine with these launchers and this library; return what was called."""
     (tmp_path / "program.py").write_text("")
 
     def run(*arguments, library, mpiexec=None, srun=None, mpi="site", **changes):
-        venv = tmp_path / "venv"
-        write_program(venv / "bin" / "python", f"""
-if [[ $* == "-m mpi4py --mpi-lib-version" ]]; then echo '{LIBRARIES[library]}'; else exec '{sys.executable}' "$@"; fi
-""")
-        (venv / f"burstmpi-{mpi}.mark").write_bytes(fingerprint())
+        venv = write_environment(tmp_path, library, mpi)
         if mpiexec:
             write_launcher(tmp_path / "bin" / "mpiexec", VERSIONS[mpiexec])
         if srun:
@@ -255,7 +259,7 @@ def test_slurm_with_the_wheel_where_the_site_has_no_mpi(cluster):
 
 
 def test_slurm_without_pmix_leaves_open_mpi_to_mpiexec(cluster):
-    command, _ = cluster(library="openmpi", mpiexec="openmpi", srun=("none", "pmi2"), **SLURM)
+    command, _ = cluster(library="openmpi", mpiexec="openmpi", srun=("none", "pmi2"), **ONE_NODE)
     assert command.startswith("mpiexec -n 4 ")
 
 
@@ -283,7 +287,7 @@ def test_intel_mpi_under_slurm(cluster):
 
 
 def test_the_user_chooses_launcher_and_flags(cluster):
-    command, _ = cluster(library="openmpi", mpiexec="openmpi", srun=("pmix",), **SLURM, BURSTMPI_LAUNCHER="mpiexec",
+    command, _ = cluster(library="openmpi", mpiexec="openmpi", srun=("pmix",), **ONE_NODE, BURSTMPI_LAUNCHER="mpiexec",
                          BURSTMPI_LAUNCHER_FLAGS="--map-by node --bind-to socket")
     assert command.startswith("mpiexec -n 4 ") and command.endswith(" --map-by node --bind-to socket")
     assert "--bind-to none" not in command
@@ -325,15 +329,35 @@ def test_launcher_and_library_of_different_makers_are_refused(cluster):
     assert "belongs to mpich, but mpi4py loads openmpi" in message
 
 
-def test_a_lost_host_is_a_failure_though_mpirun_ends_with_0(cluster, tmp_path):
-    write_launcher(tmp_path / "bin" / "mpiexec")
+@pytest.mark.parametrize("program, code, message", (
+    ('', 0, ""),
+    ('[[ $rank == 1 ]] && exit', 1, "the launcher ended with 0, but only 1 of 2 ranks came to their end"),
+))
+def test_a_lost_host_is_a_failure_though_mpirun_ends_with_0(tmp_path, program, code, message):
+    """On several hosts each rank says that it is done: here a launcher starts two and may lose the second."""
     launcher = tmp_path / "bin" / "special"
     write_program(launcher, f"""
 if [[ $1 == --version ]]; then echo '{VERSIONS["openmpi"]}'; exit; fi
-echo 'PRTE has lost communication with a remote daemon.' >&2
+while [[ $1 != */python ]]; do shift; done
+for rank in 0 1; do
+    ( {program}
+      export PYTHONPATH='{tmp_path}'
+      "$@" )
+done
+printf 'no end of line' >&2
 """)
-    message, _ = cluster("-n", 4, "-N", 2, library="openmpi", BURSTMPI_LAUNCHER=launcher)
-    assert "the launcher ended with 0 although it has lost a host" in message
+    (tmp_path / "mpi4py").mkdir()
+    (tmp_path / "mpi4py" / "__init__.py").write_text("")
+    (tmp_path / "mpi4py" / "run.py").write_text("import sys\ndef main(): print(sys.argv[1:]); sys.stderr.write('words ')\n")
+    (tmp_path / "program.py").touch()
+    venv = write_environment(tmp_path, "openmpi", "site")
+    done = mpi_run("-n", 2, "-N", 2, "program.py", "argument", cwd=tmp_path, BURSTMPI_LAUNCHER=launcher, BURSTMPI_MPI="site",
+                   BURSTMPI_VENV=venv)
+    assert done.returncode == code
+    assert message in done.stderr
+    assert done.stdout.count("['program.py', 'argument']") == 2 - code
+    assert "words \n" in done.stderr and "no end of line" in done.stderr
+    assert "mpi_run " not in done.stderr.replace("mpi_run: ", ""), "the word is not shown"
 
 
 # --- making the environment, with a Python that only notes what it should do
