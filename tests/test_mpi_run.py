@@ -324,6 +324,14 @@ def test_pbs_node_file(cluster, tmp_path):
     assert command.startswith("mpiexec -n 4")
 
 
+def test_the_library_beside_the_launcher_is_taken(cluster, tmp_path):
+    assert "MPI4PY_LIBMPI" not in cluster("-n", 1, library="mpich", mpiexec="mpich")[1]
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "libmpi.so.12").touch()
+    assert cluster("-n", 1, library="mpich", mpiexec="mpich")[1]["MPI4PY_LIBMPI"] == f"{tmp_path / 'lib'}:"
+    assert cluster("-n", 1, library="mpich", mpiexec="mpich", MPI4PY_LIBMPI="/x")[1]["MPI4PY_LIBMPI"] == "/x"
+
+
 def test_launcher_and_library_of_different_makers_are_refused(cluster):
     message, _ = cluster("-n", 2, library="openmpi", mpiexec="mpich")
     assert "belongs to mpich, but mpi4py loads openmpi" in message

@@ -69,9 +69,9 @@ def test_metadata(wheel):
 
 def test_installed_alone_it_finds_its_kernels(wheel, tmp_path):
     pip("install", "--no-deps", "--target", tmp_path, wheel)
-    program = "import burstmpi, pathlib; print(pathlib.Path(burstmpi.__file__).parent)"
+    program = "import importlib.resources; print(importlib.resources.files('burstmpi.raw_kernels'))"
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True,
                           env={**os.environ, "PYTHONPATH": str(tmp_path)})
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == str(tmp_path / "burstmpi")
+    assert done.stdout.strip() == str(tmp_path / "burstmpi" / "raw_kernels")
     assert (tmp_path / "burstmpi" / "raw_kernels" / "README.md").is_file()
