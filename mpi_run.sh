@@ -366,18 +366,21 @@ build_command() {
 }
 
 # Run a command as a child that ends when this script is told to end; return its exit code.
+# Ctrl-C reaches the launcher as well; some wait for a second one, here it is told to end two seconds later.
+interrupted=""
 supervise() {
-    local child status=0
-    "$@" <&0 &
+    local child timer="" status=0
+    (trap - INT; exec "$@") <&0 &   # without the trap the shell would let it ignore Ctrl-C
     child=$!
     trap 'kill -TERM "$child" 2>/dev/null' TERM HUP
-    trap ':' INT   # the terminal has sent it to the launcher as well
+    trap 'interrupted=1; { sleep 2; kill -TERM "$child"; } 2>/dev/null & timer=$!' INT
     wait "$child" || status=$?
     while kill -0 "$child" 2>/dev/null; do   # a signal has ended the wait, not the child
         status=0
         wait "$child" || status=$?
     done
     trap - TERM HUP INT
+    if [[ -n $timer ]]; then kill "$timer" 2>/dev/null || true; fi
     return "$status"
 }
 
@@ -453,8 +456,10 @@ run_program() {
         printf '%s\n' "${command[*]} $venv/bin/python -m mpi4py $*"
     elif may_lose_hosts; then
         run_counted "$@"
-    else
+    elif [[ $style == openmpi ]]; then
         exec "${command[@]}" "$venv/bin/python" -m mpi4py "$@"
+    else
+        supervise "${command[@]}" "$venv/bin/python" -m mpi4py "$@"
     fi
 }
 
@@ -519,7 +524,8 @@ run_tests() {
         for word in 0 1 2; do
             total[word]=$((total[word] + counts[word]))
         done
-        ((status == 130 || status == 143)) && break
+        [[ -z $interrupted ]] || { say "interrupted"; exit 130; }
+        ((status == 143)) && break
     done
 
     echo
