@@ -154,7 +154,7 @@ flavour_of() {
 
 # Set mpi (site, openmpi, mpich), venv, and for a site MPI the library that belongs to its mpiexec.
 choose_mpi() {
-    local site="" libdir library
+    local site="" prefix folder
     site=$(site_mpiexec) || true
     if [[ -z $site && -n ${BURSTMPI_LAUNCHER:-} && $BURSTMPI_LAUNCHER == */* ]]; then
         site=$BURSTMPI_LAUNCHER
@@ -172,15 +172,16 @@ choose_mpi() {
     mpiexec=$venv/bin/mpiexec
     if [[ $mpi == site ]]; then
         mpiexec=$site
-        # mpi4py looks where the loader looks; an mpiexec in /opt/…/bin has its library in /opt/…/lib.
-        libdir=$(cd "$(dirname "${site:-/bin/sh}")/.." && pwd -P)/lib
-        if [[ -z ${MPI4PY_LIBMPI:-} && -n $site && $libdir != /usr/lib && $libdir != /lib ]]; then
-            for library in "$libdir"/libmpi.so "$libdir"/release/libmpi.so "$libdir"/libmpi.{so.12,so.40,dylib}; do
-                if [[ -e $library ]]; then
-                    export MPI4PY_LIBMPI=$library
-                    break
+        # mpi4py looks where the loader looks; an mpiexec in /opt/…/bin has its library in /opt/…/lib, which may come
+        # as a script for the linker beside the library itself: mpi4py tries all names in these folders.
+        if [[ -z ${MPI4PY_LIBMPI:-} && -n $site ]]; then
+            prefix=$(cd "$(dirname "$site")/.." && pwd -P)
+            for folder in "$prefix"/lib/release "$prefix"/lib "$prefix"/lib64; do
+                if [[ $prefix != / && $prefix != /usr ]] && compgen -G "$folder/libmpi.*" >/dev/null; then
+                    MPI4PY_LIBMPI=${MPI4PY_LIBMPI:-}$folder:
                 fi
             done
+            if [[ -n ${MPI4PY_LIBMPI:-} ]]; then export MPI4PY_LIBMPI; fi
         fi
     fi
 }
@@ -239,6 +240,8 @@ slurm_pmi() {
     done
 }
 
+slurm_binds() { scontrol show config 2>/dev/null | grep -Eq '^TaskPlugin .*(affinity|cgroup)'; }
+
 # --- how many ranks, nodes, cores, threads ----------------------------------------------------------------
 
 # Print the cores that this process may use: no hyperthreads, and no more than a container's quota.
@@ -268,6 +271,9 @@ print(count)
 PYTHON
 }
 
+# Print the smallest of Slurm's counts, as 16 of "16(x3),64".
+smallest_node() { tr ',' '\n' <<<"$1" | cut -d '(' -f 1 | sort -n | head -n 1; }
+
 # Set ranks, nodes, cores (of a node) and per_node from the options, the allocation and the machine.
 count_resources() {
     ranks=$1 nodes=$2
@@ -275,7 +281,7 @@ count_resources() {
     if [[ -n ${SLURM_JOB_ID:-} ]]; then
         ranks=${ranks:-${SLURM_NTASKS:-}}
         nodes=${nodes:-${SLURM_JOB_NUM_NODES:-}}
-        cores=${SLURM_CPUS_ON_NODE:-$cores}
+        cores=$(smallest_node "${SLURM_JOB_CPUS_PER_NODE:-${SLURM_CPUS_ON_NODE:-$cores}}")
     elif [[ -r ${PBS_NODEFILE:-} ]]; then
         ranks=${ranks:-$(wc -l <"$PBS_NODEFILE" | tr -d ' ')}
         nodes=${nodes:-$(sort -u "$PBS_NODEFILE" | wc -l | tr -d ' ')}
@@ -312,11 +318,11 @@ build_command() {
             ((nodes > 1)) && command+=(-N "$nodes")
             [[ -n ${SLURM_STEP_ID:-} ]] && command+=(--overlap)   # started from inside a step, as by srun --pty
             if ((${#flags[@]} == 0)); then
-                [[ -n ${SLURM_CPUS_PER_TASK:-} ]] && flags+=("--cpus-per-task=$SLURM_CPUS_PER_TASK")
                 if ((share == 0)); then
                     flags+=(--overcommit)
-                elif [[ $bind == bind ]]; then
-                    flags+=(--cpu-bind=cores)
+                else   # a step does not inherit this from its job
+                    flags+=("--cpus-per-task=${SLURM_CPUS_PER_TASK:-$share}")
+                    [[ $bind == bind ]] && slurm_binds && flags+=(--cpu-bind=cores)
                 fi
             fi
             ;;
@@ -325,7 +331,7 @@ build_command() {
                 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
             fi
             if ((${#flags[@]} == 0)); then
-                if ((share == 0)); then
+                if ((share == 0 || ranks > ${SLURM_NTASKS:-$ranks})); then   # a task of Slurm is one slot
                     flags=(--oversubscribe --bind-to none)
                 elif [[ $bind == bind ]]; then
                     flags=(--map-by "slot:PE=$share" --bind-to core:if-supported)
@@ -359,41 +365,62 @@ build_command() {
     if [[ $mpi == openmpi ]]; then export OMPI_MCA_osc=${OMPI_MCA_osc:-^ucx}; fi
 }
 
-# Several hosts under Open MPI's mpirun: it may end with 0 when it has lost a host.
-many_hosts() {
-    [[ $style == openmpi ]] && { ((nodes > 1)) || [[ ${BURSTMPI_LAUNCHER_FLAGS:-} == *host* ]]; }
-}
-
-# Run a command as a child that ends when this script is told to end; return its exit code, and 1 in place
-# of 0 where Open MPI's launcher said that it lost a host.
+# Run a command as a child that ends when this script is told to end; return its exit code.
+# Ctrl-C reaches the launcher as well; some wait for a second one, here it is told to end two seconds later.
+interrupted=""
 supervise() {
-    local child filter="" status=0 folder
-    folder=$(mktemp -d)
-    if many_hosts; then
-        mkfifo "$folder/errors"
-        tee "$folder/copy" <"$folder/errors" >&2 &
-        filter=$!
-        "$@" <&0 2>"$folder/errors" &
-    else
-        "$@" <&0 &
-    fi
+    local child timer="" status=0
+    (trap - INT; exec "$@") <&0 &   # without the trap the shell would let it ignore Ctrl-C
     child=$!
     trap 'kill -TERM "$child" 2>/dev/null' TERM HUP
-    trap ':' INT   # the terminal has sent it to the launcher as well
+    trap 'interrupted=1; { sleep 2; kill -TERM "$child"; } 2>/dev/null & timer=$!' INT
     wait "$child" || status=$?
     while kill -0 "$child" 2>/dev/null; do   # a signal has ended the wait, not the child
         status=0
         wait "$child" || status=$?
     done
     trap - TERM HUP INT
-    if [[ -n $filter ]]; then
-        wait "$filter" || true
-        if ((status == 0)) && grep -q "lost communication with a remote daemon" "$folder/copy"; then
-            say "the launcher ended with 0 although it has lost a host: the job has failed"
-            status=1
-        fi
-    fi
+    if [[ -n $timer ]]; then kill "$timer" 2>/dev/null || true; fi
+    return "$status"
+}
+
+# Open MPI's mpirun ends with 0 when it loses a host. There each rank says at its end that it is done, by a word on
+# stderr that is counted and not shown. (A file would need a file system that all hosts share.)
+may_lose_hosts() {
+    [[ $style == openmpi ]] && { ((nodes > 1)) || [[ ${BURSTMPI_LAUNCHER_FLAGS:-} == *host* ]]; }
+}
+
+run_counted() {
+    local folder word="<mpi_run $$ done>" done_ranks=0 line status=0 filter
+    folder=$(mktemp -d)
+    mkfifo "$folder/errors"
+    {
+        while IFS= read -r line || [[ -n $line ]]; do
+            while [[ $line == *"$word"* ]]; do
+                line=${line/"$word"/}
+                echo >>"$folder/done"
+                [[ -n $line ]] || continue 2
+            done
+            printf '%s\n' "$line" >&2
+        done
+    } <"$folder/errors" &
+    filter=$!
+    supervise "${command[@]}" "$venv/bin/python" -c "
+import sys
+from mpi4py.run import main
+try:
+    main()
+except SystemExit as end:
+    if end.code:
+        raise
+sys.stderr.write('$word\\n')" "$@" 2>"$folder/errors" || status=$?
+    wait "$filter" || true
+    [[ -e $folder/done ]] && done_ranks=$(wc -l <"$folder/done")
     rm -rf "$folder"
+    if ((status == 0 && done_ranks < ranks)); then
+        say "the launcher ended with 0, but only $((done_ranks)) of $ranks ranks came to their end: the job has failed"
+        status=1
+    fi
     return "$status"
 }
 
@@ -424,14 +451,15 @@ run_program() {
     count_resources "$ranks" "$nodes"
     set_threads
     build_command bind
-    # With -m mpi4py an exception on one rank ends all of them; plain python would leave the others waiting.
-    command+=("$venv/bin/python" -m mpi4py "$@")
+    # With mpi4py's runner an exception on one rank ends all of them; plain python would leave the others waiting.
     if [[ ${BURSTMPI_DRY_RUN:-} == 1 ]]; then
-        printf '%s\n' "${command[*]}"
-    elif many_hosts; then
-        supervise "${command[@]}"
+        printf '%s\n' "${command[*]} $venv/bin/python -m mpi4py $*"
+    elif may_lose_hosts; then
+        run_counted "$@"
+    elif [[ $style == openmpi ]]; then
+        exec "${command[@]}" "$venv/bin/python" -m mpi4py "$@"
     else
-        exec "${command[@]}"
+        supervise "${command[@]}" "$venv/bin/python" -m mpi4py "$@"
     fi
 }
 
@@ -496,7 +524,8 @@ run_tests() {
         for word in 0 1 2; do
             total[word]=$((total[word] + counts[word]))
         done
-        ((status == 130 || status == 143)) && break
+        [[ -z $interrupted ]] || { say "interrupted"; exit 130; }
+        ((status == 143)) && break
     done
 
     echo

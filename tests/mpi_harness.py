@@ -29,6 +29,10 @@ class RankFailure(AssertionError):
     """A hypothesis example failed on a rank; raised on every rank alike."""
 
 
+def without_addresses(text: str) -> str:
+    return re.sub(r"\b0x[0-9a-f]+", "", text)
+
+
 class Watchdog:
     """End this process, with its stack on stderr, when a piece of work takes too long.
 
@@ -154,6 +158,7 @@ class Ranks:
             "place": (report.nodeid, report.when),
             "outcome": report.outcome,
             "text": report.longreprtext + captured if report.failed else "",
+            "crash": crash.message.split("\n")[0] if (crash := getattr(report.longrepr, "reprcrash", None)) else "",
             "skip": report.longrepr if report.skipped else None,
             "wasxfail": getattr(report, "wasxfail", None),
             "stop": call.stop,
@@ -185,17 +190,17 @@ class Ranks:
 
     def _tracebacks(self, answers) -> str:
         """Return the tracebacks of the failing ranks, the earliest first, equal ones once."""
-        ranks_of = {}
+        groups = {}  # traceback without addresses of objects: (ranks, traceback)
         failing = [rank for rank, answer in enumerate(answers) if answer["outcome"] == "failed"]
         for rank in sorted(failing, key=lambda rank: answers[rank]["stop"]):
-            ranks_of.setdefault(answers[rank]["text"], []).append(rank)
+            text = answers[rank]["text"]
+            groups.setdefault(without_addresses(text), ([], rank, text))[0].append(rank)
         parts = []
-        for number, (text, ranks) in enumerate(ranks_of.items()):
+        for ranks, first, text in groups.values():
             names = ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, sorted(ranks)))
-            if number < TRACEBACKS_SHOWN:
-                parts.append(f"=== {names} of {self.size} failed ===\n{text}\n")
-            else:
-                parts.append(f"=== {names} failed too: {text.strip().splitlines()[-1]}\n")
+            parts.append(f"{names} of {self.size}: {answers[first]['crash']}\n")
+            if len(parts) <= TRACEBACKS_SHOWN:
+                parts[-1] += text + "\n"
         return "\n".join(parts)
 
     # --- hypothesis: the ranks walk through the same examples, in step
@@ -209,8 +214,9 @@ class Ranks:
 
         @functools.wraps(inner)
         def test(*args, **kwargs):
+            __tracebackhide__ = True
             drawn = repr(sorted((k, v) for k, v in kwargs.items() if k in drawn_names))
-            examples = self.gather(re.sub(r"\b0x[0-9a-f]+", "", drawn), self.members)
+            examples = self.gather(without_addresses(drawn), self.members)
             different = [rank for rank, example in enumerate(examples) if example != examples[0]]
 
             outcome, text, error = "passed", "", None
@@ -221,8 +227,8 @@ class Ranks:
                     outcome, error = "left", exception
                 except (KeyboardInterrupt, SystemExit):
                     raise
-                except BaseException:
-                    outcome, text = "failed", traceback.format_exc()
+                except BaseException as exception:
+                    outcome, text = "failed", f"{type(exception).__name__}: {exception}\n{traceback.format_exc()}"
             answers = self.gather((outcome, text), self.members)
 
             # One line raises for every rank: hypothesis tells failures apart by where they were raised.
@@ -230,7 +236,7 @@ class Ranks:
             if different:
                 message = f"rank {different[0]} drew {examples[different[0]]}, but rank 0 drew {examples[0]}"
             elif any(outcome == "failed" for outcome, _ in answers):
-                message = "\n".join(f"on rank {rank}:\n{text}" for rank, (_, text) in enumerate(answers) if text)
+                message = "\n".join(f"on rank {rank}: {text}" for rank, (_, text) in enumerate(answers) if text)
             elif len({outcome for outcome, _ in answers}) > 1:
                 message = f"some ranks rejected the example, others did not: {[outcome for outcome, _ in answers]}"
             if message:
