@@ -12,6 +12,8 @@ stacked, so that grouped heads are one larger product and K and V are never repe
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import numpy as np
 
 from ..buffers import ALIGN, Blueprint
@@ -113,7 +115,7 @@ class NumpyBackend:
                     total *= fade
                     total += p.sum(axis=1)
                     acc *= fade[:, None]
-                    acc += np.matmul(p, keys.values(), out=tile.take("product", tile.rows, v.shape[3]))
+                    acc += keys.product(p, keys.values(), tile.take("product", tile.rows, v.shape[3]))
                     m[:] = top
                     work.progress()
                 acc /= np.where(total == 0, 1, total)[:, None]
@@ -148,23 +150,28 @@ class NumpyBackend:
                 row_lse = lse[b, heads, rows].reshape(-1)
                 row_lse = np.where(row_lse == -np.inf, np.inf, row_lse)[:, None]  # such rows: P = exp(-inf) = 0
                 row_delta = delta[b, heads, rows].reshape(-1, 1)
+                tile.strange = np.isnan(row_lse).any() or not np.isfinite(tile.q.sum() + dout_tile.sum() + row_delta.sum())
                 dq_tile = tile.take("wide", tile.rows, d)
                 dq_tile.fill(0)
                 for keys in tile.key_tiles():
                     s = keys.scores()
                     p = np.exp(np.subtract(s, row_lse, out=s), out=s)
                     into = keys.where
+                    if keys.strange:
+                        keys.hide(p, 0)
                     # out = P V  →  dV = Pᵀ dO,  dP = dO Vᵀ
-                    dv[into] += np.matmul(p.T, dout_tile, out=tile.take("product", keys.count, width))
+                    dv[into] += keys.product(p.T, dout_tile, tile.take("product", keys.count, width))
                     dp = np.matmul(dout_tile, keys.values().T, out=tile.take("dp", tile.rows, keys.count))
                     # P = softmax(S)  →  dS = P ∘ (dP - delta)
                     dp -= row_delta
                     ds = np.multiply(p, dp, out=dp)
                     if work.scores.softcap is not None:
                         ds *= tile.take("slope", tile.rows, keys.count)
+                    if keys.strange:
+                        keys.hide(ds, 0)
                     # S = (scale Q) Kᵀ  →  dQ = scale dS K,  dK = dSᵀ (scale Q)
-                    dq_tile += np.matmul(ds, keys.keys(), out=tile.take("product", tile.rows, d))
-                    dk[into] += np.matmul(ds.T, tile.q, out=tile.take("product", keys.count, d))
+                    dq_tile += keys.product(ds, keys.keys(), tile.take("product", tile.rows, d))
+                    dk[into] += keys.product(ds.T, tile.q, tile.take("product", keys.count, d))
                     work.progress()
                 dq_tile *= work.scores.scale
                 share = dq_tile.reshape(tile.group, -1, d).swapaxes(0, 1)
@@ -239,6 +246,7 @@ class _QueryTile:
         stacked = self.q.reshape(self.group, -1, q.shape[3])
         np.copyto(stacked, q[self.where].swapaxes(0, 1), casting="unsafe")
         self.q *= self.q.dtype.type(work.scores.scale)
+        self.strange = False  # NaN or infinities among what belongs to the queries
         self.m = np.empty(self.rows, self.q.dtype)
         self.total = np.empty(self.rows, self.q.dtype)
 
@@ -263,6 +271,7 @@ class _KeyTile:
         self.count = self.span.stop - start
         self.where = (tile.where[0], self.span, tile.head)
         self._keys = None
+        self.hidden = None  # (query rows, keys) bool, after scores(), where the tile is cut
 
     def _wide(self, source, name):
         """Rows of K or V in the accumulator's type: the caller's memory where BLAS can read it."""
@@ -308,5 +317,36 @@ class _KeyTile:
             flags = tile.scratch["hidden"][: 2 * rows * self.count].reshape(2, rows, self.count)
             np.less(pos, sight.lo[tile.span, None], out=flags[0])
             np.greater_equal(pos, sight.hi[tile.span, None], out=flags[1])
-            np.copyto(stacked, -np.inf, where=np.logical_or(flags[0], flags[1], out=flags[0]))
+            self.hidden = np.logical_or(flags[0], flags[1], out=flags[0])
+            self.hide(s, -np.inf)
         return s
+
+    def hide(self, s, value) -> None:
+        """Put a value where a pair (row, key) is hidden."""
+        if self.hidden is not None:
+            np.copyto(s.reshape(self.tile.group, -1, self.count), value, where=self.hidden)
+
+    def product(self, weights, x, out):
+        """weights @ x, to which hidden pairs add nothing: their weight is 0, but 0 · NaN would be NaN.
+
+        weights : (rows, keys), C-contiguous, and x : (keys, c); or the transpose of such, and x : (rows, c)
+        """
+        if not self.strange:
+            return np.matmul(weights, x, out=out)
+        visible = np.tile(~self.hidden, (self.tile.group, 1))
+        visible = visible if weights.shape == visible.shape and weights.flags.c_contiguous else visible.T
+        strange = np.flatnonzero(~np.isfinite(x).all(axis=1))
+        clean = x.copy()
+        clean[strange] = 0
+        np.matmul(weights, clean, out=out)
+        for j in strange:
+            rows = visible[:, j]
+            out[rows] += weights[rows, j, None] * x[j]
+        return out
+
+    @cached_property
+    def strange(self) -> bool:
+        """Whether NaN or infinities meet hidden pairs here; a sum that overflows counts, and costs time only."""
+        if self.hidden is None:
+            return False
+        return self.tile.strange or not np.isfinite(self.keys().sum() + self.values().sum())
