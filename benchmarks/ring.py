@@ -11,6 +11,8 @@ Every figure is a ratio taken side by side in this run; absolute times are print
     cost      ring / tiles, each the slowest rank's time, measured as tiles, ring, tiles: the ring against the mean of
               its neighbours; the median over all such pairs, and the spread of the middle half
     noise     the second tiles / the first, the same way: what this machine makes of two equal things
+    cpu       CPU seconds of the ring / of tiles, the mean over ranks: packing, Python, progress calls and waits that
+              spin all count, other users of the machine hardly do
     compute   time in kernels of the ring (progress calls included) / tiles, the mean over ranks
     wait      share of the ring's time that ranks wait for each other, the mean over ranks
     bytes     bytes on the wire, all ranks together / what algorithm and types ask for:
@@ -121,12 +123,12 @@ class Tiles:
 
 
 def timed(call):
-    """Seconds of the slowest rank, and the mean over ranks."""
+    """Seconds of the slowest rank; their mean over ranks; CPU seconds, the mean over ranks."""
     comm.Barrier()
-    start = time.perf_counter()
+    start, cpu = time.perf_counter(), time.process_time()
     call()
-    mine = time.perf_counter() - start
-    return comm.allreduce(mine, MPI.MAX), comm.allreduce(mine) / comm.size
+    mine, cpu = time.perf_counter() - start, time.process_time() - cpu
+    return np.array([comm.allreduce(mine, MPI.MAX), comm.allreduce(mine) / comm.size, comm.allreduce(cpu) / comm.size])
 
 
 def middle(values):
@@ -192,14 +194,15 @@ def cost(args, tokens, causal):
                 before, ring, after = timed(bare), timed(calls[call]), timed(bare)
                 stats = attn.stats
                 wait, compute = (comm.allreduce(x) / comm.size for x in (stats.wait_seconds, stats.compute_seconds))
-                beside = (before[0] + after[0]) / 2, (before[1] + after[1]) / 2
-                samples.append((ring[0] / beside[0], after[0] / before[0], compute / beside[1], wait / ring[1], ring[0]))
+                ratio = ring / ((before + after) / 2)
+                compute *= ratio[1] / ring[1]
+                samples.append((ratio[0], after[0] / before[0], ratio[2], compute, wait / ring[1], ring[0]))
             sent = comm.allreduce(attn.stats.bytes_sent)
-        ratio, noise, compute, wait, seconds = zip(*samples)
+        ratio, noise, cpu, compute, wait, seconds = zip(*samples)
         rows.append({
             "tokens": tokens, "rule": "causal" if causal else "full", "call": call,
             "travels": "kv" if call == "forward" else way, "seconds": statistics.median(seconds), "cost": middle(ratio),
-            "noise": middle(noise), "compute": middle(compute)[0], "wait": middle(wait)[0],
+            "noise": middle(noise), "cpu": middle(cpu)[0], "compute": middle(compute)[0], "wait": middle(wait)[0],
             "bytes": sent, "bytes_of_formula": case.formula(call, way), "backend": attn.stats.backend,
         })  # fmt: skip
     return rows
@@ -245,7 +248,7 @@ def main():
     say("\nring against its own tiles without communication (middle half of the measurements in brackets)\n")
     say(
         f"{'tokens':>8} {'rule':<7}{'call':<9}{'travels':<8}{'ring':>10}{'cost':>8}{'':<16}{'noise':>7}{'':<16}"
-        f"{'compute':>8}{'wait':>7}{'bytes':>8}"
+        f"{'cpu':>7}{'compute':>9}{'wait':>7}{'bytes':>8}"
     )
     costs, gains = [], []
     for tokens in args.tokens:
@@ -257,7 +260,7 @@ def main():
                 say(
                     f"{tokens:>8} {row['rule']:<7}{row['call']:<9}{row['travels']:<8}{row['seconds'] * 1e3:>7.0f} ms"
                     f"{row['cost'][0]:>8.3f}{bracket(row['cost']):<16}{row['noise'][0]:>7.3f}{bracket(row['noise']):<16}"
-                    f"{row['compute']:>8.3f}{row['wait']:>7.1%}{wire:>8.4f}"
+                    f"{row['cpu']:>7.3f}{row['compute']:>9.3f}{row['wait']:>7.1%}{wire:>8.4f}"
                 )
     say("\ncausal: contiguous / zigzag, slowest rank's time\n")
     say(f"{'tokens':>8} {'call':<9}{'gain':>8}{'':<16}{'by tiles':>10}")
