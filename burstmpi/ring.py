@@ -250,8 +250,8 @@ class Ring:
                 text = f"the parcel of rank {step.next_guest}"
                 moving += self._receive(there, cargo.nbytes[step.next_guest], step.receive_from, CARGO, text)
             if partials is not None and step.partial_from is not None:
-                text = f"gradients of rank {step.guest}"
-                moving += self._receive(partials.arriving, partials.nbytes[step.guest], step.partial_from, PARTIAL, text)
+                nbytes, text = partials.nbytes[step.guest], f"gradients of rank {step.guest}"
+                moving += self._receive(partials.arriving, nbytes, step.partial_from, PARTIAL, text)
             if step.send_to is not None:
                 text = f"the parcel of rank {step.guest} to be taken"
                 moving += self._send(here, cargo.nbytes[step.guest], step.send_to, CARGO, text)

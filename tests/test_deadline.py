@@ -7,7 +7,6 @@ import time
 
 import numpy as np
 import pytest
-from mpi4py import MPI
 from support import problem, shards
 
 from burstmpi import BurstAttention, DeadlineError, PeerError

@@ -1,6 +1,6 @@
 """The whole way, under MPI: rules × layouts × types × both backward ways, against dense attention."""
 
-from functools import lru_cache
+from functools import cache
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.mpi
 LENGTH = 29
 
 
-@lru_cache(maxsize=None)
+@cache
 def case(rule, nk, dtype, **shape):
     p = problem(LENGTH, nk, dtype=dtype, seed=nk)
     options = rules(LENGTH, nk, 4)[rule]

@@ -150,7 +150,8 @@ class NumpyBackend:
                 row_lse = lse[b, heads, rows].reshape(-1)
                 row_lse = np.where(row_lse == -np.inf, np.inf, row_lse)[:, None]  # such rows: P = exp(-inf) = 0
                 row_delta = delta[b, heads, rows].reshape(-1, 1)
-                tile.strange = np.isnan(row_lse).any() or not np.isfinite(tile.q.sum() + dout_tile.sum() + row_delta.sum())
+                total = tile.q.sum() + dout_tile.sum() + row_delta.sum()
+                tile.strange = np.isnan(row_lse).any() or not np.isfinite(total)
                 dq_tile = tile.take("wide", tile.rows, d)
                 dq_tile.fill(0)
                 for keys in tile.key_tiles():
@@ -234,7 +235,8 @@ class _QueryTile:
     """Rows of one query tile: Q·scale in scratch, stacked over the heads of a group."""
 
     def __init__(self, q, k, v, work, scratch, cuts, b, head, index):
-        self.k, self.v, self.work, self.scratch, self.cuts, self.head, self.index = k, v, work, scratch, cuts, head, index
+        self.k, self.v, self.work, self.scratch = k, v, work, scratch
+        self.cuts, self.head, self.index = cuts, head, index
         self.group = q.shape[2] // k.shape[2]
         start = int(cuts.starts_q[index])
         stop = min(start + cuts.tile_q, q.shape[1])
