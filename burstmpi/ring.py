@@ -259,9 +259,9 @@ class Ring:
             self._active = moving + coming_home
             started = time.perf_counter()
             if step.compute:
-                self._complete(visit(step, here, partials and partials.fresh))
+                self.complete(visit(step, here, partials and partials.fresh))
             elif partials is not None and step.index == 1 and step.partial_to is not None:
-                self._complete(partials.clear(partials.fresh, step.guest))
+                self.complete(partials.clear(partials.fresh, step.guest))
             self.compute_seconds += time.perf_counter() - started
             self._wait(moving)
             if partials is not None and step.partial_to is not None:
@@ -277,7 +277,7 @@ class Ring:
         started = time.perf_counter()
         if step.partial_from is not None:
             if step.compute:
-                self._complete(partials.add(partials.fresh, partials.arriving, step.guest))
+                self.complete(partials.add(partials.fresh, partials.arriving, step.guest))
             else:
                 partials.fresh, partials.arriving = partials.arriving, partials.fresh
         self.compute_seconds += time.perf_counter() - started
@@ -296,8 +296,8 @@ class Ring:
         if now - self._heard > LISTEN:
             self._listen(now)
 
-    def _complete(self, launch) -> None:
-        """Let MPI move messages until launched work is done."""
+    def complete(self, launch) -> None:
+        """Let MPI move messages until launched work (None: there is none) is done."""
         if launch is not None:
             while not launch.done():
                 self.progress()

@@ -60,6 +60,15 @@ def test_any_length_on_any_number_of_ranks(comm, nq, nk, layout, backward):
         check(run(attn, p), truth(p, {"causal": True}))
 
 
+@pytest.mark.mpi(ranks=8)
+@pytest.mark.parametrize("backward", ["q", "kv"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_one_token_on_eight_ranks(comm, layout, backward):
+    p = problem(1)
+    with BurstAttention(comm, layout=layout_of(layout, 1, 1, comm), backward=backward) as attn:
+        check(run(attn, p), truth(p, {}))
+
+
 @pytest.mark.parametrize("backward", ["q", "kv"])
 @pytest.mark.parametrize("heads, kv_heads, d, dv", [(1, 1, 1, 1), (6, 2, 5, 9), (4, 1, 16, 3), (3, 3, 40, 40)])
 def test_heads_and_head_dims(comm, heads, kv_heads, d, dv, backward):
