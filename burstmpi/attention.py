@@ -367,15 +367,17 @@ class BurstAttention:
             delta = room["delta"]
             ring.complete(backend.delta(dout, out, delta))
             steps = plan.steps[travels]
-            if not any(step.compute for step in steps):
-                for total in sums.values():
-                    ring.complete(backend.clear(total))
+            following, staying = (("dq",), ("dk", "dv")) if travels == "q" else (("dk", "dv"), ("dq",))
+            # The first block that is computed overwrites a sum; where there is none, the sum is 0.
+            untouched = () if steps[0].compute else following
+            untouched += () if any(step.compute for step in steps) else staying
+            for name in untouched:
+                ring.complete(backend.clear(sums[name]))
             tally = Tally()
             visit = (self._visit_q if travels == "q" else self._visit_kv)(
                 plan, room, sums, (dout, q, k, v, lse, delta), steps, tally
             )
-            mine, following = ((q, dout, delta, lse), ("dq",)) if travels == "q" else ((k, v), ("dk", "dv"))
-            cargo = self._cargo(plan, travels, room, mine)
+            cargo = self._cargo(plan, travels, room, (q, dout, delta, lse) if travels == "q" else (k, v))
             partials = self._partials(plan, travels, room)
             way = plan.ways[travels]
             home = way.host_of_last_step(ring.rank) if way.last[ring.rank] else None
@@ -395,8 +397,6 @@ class BurstAttention:
         dout, q, k, v, lse, delta = arrays
         ring, backend = self._ring, self._backend
         first = next((step.index for step in steps if step.compute), None)
-        if steps[0].index != first:
-            ring.complete(backend.clear(sums["dq"]))  # no share of this rank's own
         pos = plan.key_positions(ring.rank, room)
 
         def visit(step, parcel, partial):
@@ -421,9 +421,6 @@ class BurstAttention:
         dout, q, k, v, lse, delta = arrays
         ring, backend = self._ring, self._backend
         first = next((step.index for step in steps if step.compute), None)
-        if steps[0].index != first:
-            ring.complete(backend.clear(sums["dk"]))
-            ring.complete(backend.clear(sums["dv"]))
         at, lo, hi = plan.intervals(ring.rank, room)
 
         def visit(step, parcel, partial):
