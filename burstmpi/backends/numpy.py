@@ -12,6 +12,8 @@ stacked, so that grouped heads are one larger product and K and V are never repe
 
 from __future__ import annotations
 
+from math import prod
+
 import numpy as np
 
 from ..buffers import ALIGN, Blueprint
@@ -41,7 +43,7 @@ class NumpyBackend:
     def view(self, buffer, offset, shape, dtype):
         """See bytes of a buffer as an array."""
         dtype = np.dtype(dtype)
-        size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        size = prod(shape) * dtype.itemsize
         return buffer[offset : offset + size].view(dtype).reshape(shape)
 
     def copy(self, target, source) -> None:
