@@ -115,7 +115,8 @@ def size(text) -> float:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_quickstart(ranks):
     tokens, heads, dim = 256, 2, 32
-    text = good(ranks, "quickstart.py", "--tokens", tokens, "--heads", heads, "--head-dim", dim, "--full", "--backward", "q")
+    shape = ("--tokens", tokens, "--heads", heads, "--head-dim", dim)
+    text = good(ranks, "quickstart.py", *shape, "--full", "--backward", "q")
     assert f"over {ranks} rank" in text
     assert f"{tokens} tokens, {heads} heads of {dim}, float32" in text
     assert "RIGHT" in text and "WRONG" not in text
