@@ -209,11 +209,10 @@ class BurstAttention:
                 told = (x.shape, x.dtype)
         except (TypeError, ValueError) as error:
             problem = error
-        common = {"side": side, "axis": axis, "root": root}
+        common = {"call": "shard", "side": side, "axis": axis, "root": root}
         if root is None and told is not None:
             common |= {"shape": told[0], "dtype": told[1].name}
-        with self._guard(TypeError, ValueError):
-            everyone = ring.settle(common, told, problem)
+        everyone = self._settle(common, told, problem)
         shape, dtype = everyone[ring.rank if root is None else root]
         where = place(layout, shape[axis], ring.size)
         if root is None:
@@ -247,8 +246,8 @@ class BurstAttention:
             rest = {"shape": (*x.shape[:axis], "rows", *x.shape[axis + 1 :]), "dtype": x.dtype.name}
         except (TypeError, ValueError) as error:
             problem = error
-        with self._guard(TypeError, ValueError):
-            counts = ring.settle({"side": side, "axis": axis, "root": root, **rest}, rows, problem)
+        common = {"call": "gather", "side": side, "axis": axis, "root": root, **rest}
+        counts = self._settle(common, rows, problem)
         where = placement_of(layout, counts, side)
         whole = None
         if root in (None, ring.rank):
@@ -314,8 +313,8 @@ class BurstAttention:
             steps = plan.steps["kv"]
             busy = [step.index for step in steps if step.compute]
             if not busy:
-                backend.clear(out)
-                backend.clear(lse, -np.inf)
+                ring.complete(backend.clear(out))
+                ring.complete(backend.clear(lse, -np.inf))
             at, lo, hi = plan.intervals(ring.rank, room)
             tally = Tally()
 
@@ -366,11 +365,11 @@ class BurstAttention:
             room = plan.rooms["backward"].views(backend, self._arena)
             sums = {name: room.get(name, result) for name, result in results.items()}
             delta = room["delta"]
-            backend.delta(dout, out, delta)
+            ring.complete(backend.delta(dout, out, delta))
             steps = plan.steps[travels]
             if not any(step.compute for step in steps):
                 for total in sums.values():
-                    backend.clear(total)
+                    ring.complete(backend.clear(total))
             tally = Tally()
             visit = (self._visit_q if travels == "q" else self._visit_kv)(
                 plan, room, sums, (dout, q, k, v, lse, delta), steps, tally
@@ -384,10 +383,10 @@ class BurstAttention:
             if home is not None:
                 came = plan.open_partial(room["home"], travels, ring.rank)
                 for name, share in zip(following, came):
-                    backend.add(sums[name], share)
+                    ring.complete(backend.add(sums[name], share))
             for name, result in results.items():
                 if sums[name] is not result:
-                    backend.copy(result, sums[name])
+                    ring.complete(backend.copy(result, sums[name]))
             self._count("backward", travels, plan, tally)
         return results["dq"], results["dk"], results["dv"]
 
@@ -397,7 +396,7 @@ class BurstAttention:
         ring, backend = self._ring, self._backend
         first = next((step.index for step in steps if step.compute), None)
         if steps[0].index != first:
-            backend.clear(sums["dq"])  # no share of this rank's own
+            ring.complete(backend.clear(sums["dq"]))  # no share of this rank's own
         pos = plan.key_positions(ring.rank, room)
 
         def visit(step, parcel, partial):
@@ -423,8 +422,8 @@ class BurstAttention:
         ring, backend = self._ring, self._backend
         first = next((step.index for step in steps if step.compute), None)
         if steps[0].index != first:
-            backend.clear(sums["dk"])
-            backend.clear(sums["dv"])
+            ring.complete(backend.clear(sums["dk"]))
+            ring.complete(backend.clear(sums["dv"]))
         at, lo, hi = plan.intervals(ring.rank, room)
 
         def visit(step, parcel, partial):
@@ -462,6 +461,12 @@ class BurstAttention:
         """Watch a part of a call; exceptions of the ``shared`` types are raised by all ranks alike."""
         return _Guard(self._ring, shared)
 
+    def _settle(self, common, private, problem):
+        """Exchange what the ranks say; the same first message as every other call, so that a wrong one is noticed."""
+        with self._guard(TypeError, ValueError):
+            self._ring.agreed(common, 0, False, problem is None)
+            return self._ring.settle(common, private, problem)
+
     def _agree(self, call, arrays, results) -> Plan:
         """Check this rank's arrays, ask the others, and find or make the plan; allocate what is missing."""
         ring = self._start(call)
@@ -474,11 +479,12 @@ class BurstAttention:
         except (TypeError, ValueError) as error:
             problem = error
         plan = self._plans.get(key)
-        ready = plan is not None and self._fits(plan.nbytes(call))
+        fits = plan is not None and self._fits(plan.nbytes(call))
         with self._guard():
-            agreed = ring.agreed(common, plan.number if ready else 0, problem is None)
-        if not agreed:
+            known, ready = ring.agreed(common, plan.number if plan else 0, fits, problem is None)
+        if not known:
             plan = self._plan(common, dims, rows, key, problem)
+        if not (known and ready):
             self._reserve(plan.nbytes(call))
         for name, (shape, dtype) in plan.results(call).items():
             if results[name] is None:
@@ -562,7 +568,7 @@ class BurstAttention:
         """
         ring = self._start("workspace_bytes")
         problem, dims, rows, key = None, None, (0, 0), None
-        common = {"backward": backward}
+        common = {"call": "workspace_bytes", "backward": backward}
         try:
             checks.flag("backward", backward)
             checks.shapes(q, k, v)
@@ -572,7 +578,11 @@ class BurstAttention:
             common |= dims.describe()
         except (TypeError, ValueError) as error:
             problem = error
-        plan = self._plan(common, dims, rows, key, problem)
+        plan = self._plans.get(key)
+        with self._guard():
+            known, _ = ring.agreed(common, plan.number if plan else 0, True, problem is None)
+        if not known:
+            plan = self._plan(common, dims, rows, key, problem)
         nbytes = max(plan.nbytes("forward"), plan.nbytes("backward") if backward else 0)
         return nbytes + (self._backend.slack if nbytes else 0)
 
@@ -581,15 +591,15 @@ class BurstAttention:
         if plan.ways[travels].last[self._ring.rank]:
             parcel = plan.open(room["here"], travels, self._ring.rank)
             for target, source in zip(parcel, mine):
-                self._backend.copy(target, source)
+                self._ring.complete(self._backend.copy(target, source))
         return Cargo(room["here"], room["there"], plan.parcel_bytes[travels])
 
     def _partials(self, plan, travels, room) -> Partials:
-        backend = self._backend
+        ring, backend = self._ring, self._backend
 
         def each(verb, *buffers, traveller):
             for arrays in zip(*(plan.open_partial(b, travels, traveller) for b in buffers)):
-                verb(*arrays)
+                ring.complete(verb(*arrays))
 
         return Partials(
             room["fresh"], room["sent"], room["arriving"], room["home"], plan.partial_bytes[travels],

@@ -142,7 +142,8 @@ def _one_layout(value):
     if isinstance(value, str):
         return choice("layout", value, LAYOUTS)
     if value is None or isinstance(value, dict):
-        raise TypeError(f"layout: must be one of {', '.join(map(repr, LAYOUTS))} or a vector of positions, got {value!r}")
+        known = ", ".join(map(repr, LAYOUTS))
+        raise TypeError(f"layout: must be one of {known} or a vector of positions, got {value!r}")
     positions = integer_vector("layout", value)
     if len(positions) and positions.min() < 0:
         raise ValueError(f"layout: positions must be 0 or more, got {positions.min()}")

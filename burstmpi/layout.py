@@ -155,6 +155,7 @@ def check_explicit(positions) -> tuple[np.ndarray, ...]:
     ValueError
         With the position and the ranks that hold it.
     """
+    positions = [np.asarray(mine) for mine in positions]
     length = sum(map(len, positions))
     owner = np.full(length, -1, np.int32)
     for rank, mine in enumerate(positions):
@@ -172,4 +173,4 @@ def check_explicit(positions) -> tuple[np.ndarray, ...]:
             raise ValueError(f"layout: position {values[counts > 1][0]} is held twice by rank {rank}")
         owner[mine] = rank
     # As many positions as rows, none outside, none twice: so none is missing.
-    return tuple(np.asarray(mine, np.int32) for mine in positions)
+    return tuple(mine.astype(np.int32) for mine in positions)

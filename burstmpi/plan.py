@@ -32,7 +32,9 @@ class Plan:
     backward : "q", "kv" or "auto"
     """
 
-    def __init__(self, number, dims: Dims, rules: Rules, where_q: Placement, where_k: Placement, ring, backend, backward):
+    def __init__(
+        self, number: int, dims: Dims, rules: Rules, where_q: Placement, where_k: Placement, ring, backend, backward: str
+    ):
         self.number, self.dims, self.rules = number, dims, rules
         self.where_q, self.where_k = where_q, where_k
         self.rank, self.size = ring.rank, ring.size

@@ -128,12 +128,18 @@ class Ring:
 
     # ------------------------------------------------------------ agreement
 
-    def agreed(self, common: dict, token: int, fine: bool) -> bool:
-        """Ask all ranks whether they are fine, say the same, and hold the same token above 0: one small reduction."""
+    def agreed(self, common: dict, token: int, ready: bool, fine: bool) -> tuple[bool, bool]:
+        """Ask all ranks, in one small reduction, whether they say the same.
+
+        Returns
+        -------
+        known : every rank is fine, says the same ``common``, and holds the same token, above 0
+        ready : every rank is ready
+        """
         digest = hashlib.blake2b(repr(sorted(common.items())).encode(), digest_size=7).digest()
         word = int.from_bytes(digest, "little")
-        low = self.reduce(np.array([fine, word, -word, token, -token], np.int64), MPI.MIN)
-        return bool(low[0] and low[1] == -low[2] and low[3] == -low[4] and low[3] > 0)
+        low = self.reduce(np.array([fine, word, -word, token, -token, ready], np.int64), MPI.MIN)
+        return bool(low[0] and low[1] == -low[2] and low[3] == -low[4] and low[3] > 0), bool(low[5])
 
     def settle(self, common: dict, private, error: Exception | None):
         """Exchange what each rank has to say; raise alike on every rank where one erred or two differ.
@@ -244,8 +250,8 @@ class Ring:
                 text = f"the parcel of rank {step.next_guest}"
                 moving += self._receive(there, cargo.nbytes[step.next_guest], step.receive_from, CARGO, text)
             if partials is not None and step.partial_from is not None:
-                text = f"gradients of rank {step.guest}"
-                moving += self._receive(partials.arriving, partials.nbytes[step.guest], step.partial_from, PARTIAL, text)
+                nbytes, text = partials.nbytes[step.guest], f"gradients of rank {step.guest}"
+                moving += self._receive(partials.arriving, nbytes, step.partial_from, PARTIAL, text)
             if step.send_to is not None:
                 text = f"the parcel of rank {step.guest} to be taken"
                 moving += self._send(here, cargo.nbytes[step.guest], step.send_to, CARGO, text)
@@ -253,9 +259,9 @@ class Ring:
             self._active = moving + coming_home
             started = time.perf_counter()
             if step.compute:
-                self._complete(visit(step, here, partials and partials.fresh))
+                self.complete(visit(step, here, partials and partials.fresh))
             elif partials is not None and step.index == 1 and step.partial_to is not None:
-                self._complete(partials.clear(partials.fresh, step.guest))
+                self.complete(partials.clear(partials.fresh, step.guest))
             self.compute_seconds += time.perf_counter() - started
             self._wait(moving)
             if partials is not None and step.partial_to is not None:
@@ -271,7 +277,7 @@ class Ring:
         started = time.perf_counter()
         if step.partial_from is not None:
             if step.compute:
-                self._complete(partials.add(partials.fresh, partials.arriving, step.guest))
+                self.complete(partials.add(partials.fresh, partials.arriving, step.guest))
             else:
                 partials.fresh, partials.arriving = partials.arriving, partials.fresh
         self.compute_seconds += time.perf_counter() - started
@@ -290,8 +296,8 @@ class Ring:
         if now - self._heard > LISTEN:
             self._listen(now)
 
-    def _complete(self, launch) -> None:
-        """Let MPI move messages until launched work is done."""
+    def complete(self, launch) -> None:
+        """Let MPI move messages until launched work (None: there is none) is done."""
         if launch is not None:
             while not launch.done():
                 self.progress()

@@ -12,6 +12,7 @@ stacked, so that grouped heads are one larger product and K and V are never repe
 
 from __future__ import annotations
 
+from functools import cached_property
 from math import prod
 
 import numpy as np
@@ -24,6 +25,7 @@ __all__ = ["NumpyBackend"]
 
 ROWS = 512  # rows of a score tile (query rows × heads of a group)
 KEYS = 512  # keys of a score tile
+LEAST = 16  # query rows that a tile has at least, however many heads share a key head
 
 
 class NumpyBackend:
@@ -114,7 +116,7 @@ class NumpyBackend:
                     total *= fade
                     total += p.sum(axis=1)
                     acc *= fade[:, None]
-                    acc += np.matmul(p, keys.values(), out=tile.take("product", tile.rows, v.shape[3]))
+                    acc += keys.product(p, keys.values(), tile.take("product", tile.rows, v.shape[3]))
                     m[:] = top
                     work.progress()
                 acc /= np.where(total == 0, 1, total)[:, None]
@@ -126,9 +128,11 @@ class NumpyBackend:
     def delta(self, dout, out, delta) -> None:
         """delta_i = Σ_c dout_ic out_ic."""
         acc = delta.dtype
-        for b in range(dout.shape[0]):
-            for start in range(0, dout.shape[1], ROWS):
-                rows = slice(start, start + ROWS)
+        batch, length, heads, width = dout.shape
+        few = max(1, (1 << 16) // (heads * width))  # rows at a time: temporaries stay small
+        for b in range(batch):
+            for start in range(0, length, few):
+                rows = slice(start, start + few)
                 # (rows, heads, dv) → (heads, rows)
                 product = dout[b, rows].astype(acc) * out[b, rows].astype(acc)
                 delta[b, :, rows] = product.sum(axis=2).T
@@ -147,23 +151,29 @@ class NumpyBackend:
                 row_lse = lse[b, heads, rows].reshape(-1)
                 row_lse = np.where(row_lse == -np.inf, np.inf, row_lse)[:, None]  # such rows: P = exp(-inf) = 0
                 row_delta = delta[b, heads, rows].reshape(-1, 1)
+                total = tile.q.sum() + dout_tile.sum() + row_delta.sum()
+                tile.strange = np.isnan(row_lse).any() or not np.isfinite(total)
                 dq_tile = tile.take("wide", tile.rows, d)
                 dq_tile.fill(0)
                 for keys in tile.key_tiles():
                     s = keys.scores()
                     p = np.exp(np.subtract(s, row_lse, out=s), out=s)
                     into = keys.where
+                    if keys.strange:
+                        keys.hide(p, 0)
                     # out = P V  →  dV = Pᵀ dO,  dP = dO Vᵀ
-                    dv[into] += np.matmul(p.T, dout_tile, out=tile.take("product", keys.count, width))
+                    dv[into] += keys.product(p.T, dout_tile, tile.take("product", keys.count, width))
                     dp = np.matmul(dout_tile, keys.values().T, out=tile.take("dp", tile.rows, keys.count))
                     # P = softmax(S)  →  dS = P ∘ (dP - delta)
                     dp -= row_delta
                     ds = np.multiply(p, dp, out=dp)
                     if work.scores.softcap is not None:
                         ds *= tile.take("slope", tile.rows, keys.count)
+                    if keys.strange:
+                        keys.hide(ds, 0)
                     # S = (scale Q) Kᵀ  →  dQ = scale dS K,  dK = dSᵀ (scale Q)
-                    dq_tile += np.matmul(ds, keys.keys(), out=tile.take("product", tile.rows, d))
-                    dk[into] += np.matmul(ds.T, tile.q, out=tile.take("product", keys.count, d))
+                    dq_tile += keys.product(ds, keys.keys(), tile.take("product", tile.rows, d))
+                    dk[into] += keys.product(ds.T, tile.q, tile.take("product", keys.count, d))
                     work.progress()
                 dq_tile *= work.scores.scale
                 share = dq_tile.reshape(tile.group, -1, d).swapaxes(0, 1)
@@ -178,7 +188,7 @@ class NumpyBackend:
 
 def tile_shape(group: int, rows_q: int, rows_k: int) -> tuple[int, int]:
     """Query rows and keys of a tile: about ROWS × KEYS scores, heads of the group counted as rows."""
-    return max(1, min(max(16, ROWS // group), rows_q)), max(1, min(KEYS, rows_k))
+    return max(1, min(max(LEAST, ROWS // group), rows_q)), max(1, min(KEYS, rows_k))
 
 
 def _query_tiles(backend, q, k, v, work, backward):
@@ -226,7 +236,8 @@ class _QueryTile:
     """Rows of one query tile: Q·scale in scratch, stacked over the heads of a group."""
 
     def __init__(self, q, k, v, work, scratch, cuts, b, head, index):
-        self.k, self.v, self.work, self.scratch, self.cuts, self.head, self.index = k, v, work, scratch, cuts, head, index
+        self.k, self.v, self.work, self.scratch = k, v, work, scratch
+        self.cuts, self.head, self.index = cuts, head, index
         self.group = q.shape[2] // k.shape[2]
         start = int(cuts.starts_q[index])
         stop = min(start + cuts.tile_q, q.shape[1])
@@ -238,6 +249,7 @@ class _QueryTile:
         stacked = self.q.reshape(self.group, -1, q.shape[3])
         np.copyto(stacked, q[self.where].swapaxes(0, 1), casting="unsafe")
         self.q *= self.q.dtype.type(work.scores.scale)
+        self.strange = False  # NaN or infinities among what belongs to the queries
         self.m = np.empty(self.rows, self.q.dtype)
         self.total = np.empty(self.rows, self.q.dtype)
 
@@ -262,6 +274,7 @@ class _KeyTile:
         self.count = self.span.stop - start
         self.where = (tile.where[0], self.span, tile.head)
         self._keys = None
+        self.hidden = None  # (query rows, keys) bool, after scores(), where the tile is cut
 
     def _wide(self, source, name):
         """Rows of K or V in the accumulator's type: the caller's memory where BLAS can read it."""
@@ -307,5 +320,36 @@ class _KeyTile:
             flags = tile.scratch["hidden"][: 2 * rows * self.count].reshape(2, rows, self.count)
             np.less(pos, sight.lo[tile.span, None], out=flags[0])
             np.greater_equal(pos, sight.hi[tile.span, None], out=flags[1])
-            np.copyto(stacked, -np.inf, where=np.logical_or(flags[0], flags[1], out=flags[0]))
+            self.hidden = np.logical_or(flags[0], flags[1], out=flags[0])
+            self.hide(s, -np.inf)
         return s
+
+    def hide(self, s, value) -> None:
+        """Put a value where a pair (row, key) is hidden."""
+        if self.hidden is not None:
+            np.copyto(s.reshape(self.tile.group, -1, self.count), value, where=self.hidden)
+
+    def product(self, weights, x, out):
+        """weights @ x, to which hidden pairs add nothing: their weight is 0, but 0 · NaN would be NaN.
+
+        weights : (rows, keys), C-contiguous, and x : (keys, c); or the transpose of such, and x : (rows, c)
+        """
+        if not self.strange:
+            return np.matmul(weights, x, out=out)
+        visible = np.tile(~self.hidden, (self.tile.group, 1))
+        visible = visible if weights.shape == visible.shape and weights.flags.c_contiguous else visible.T
+        strange = np.flatnonzero(~np.isfinite(x).all(axis=1))
+        clean = x.copy()
+        clean[strange] = 0
+        np.matmul(weights, clean, out=out)
+        for j in strange:
+            rows = visible[:, j]
+            out[rows] += weights[rows, j, None] * x[j]
+        return out
+
+    @cached_property
+    def strange(self) -> bool:
+        """Whether NaN or infinities meet hidden pairs here; a sum that overflows counts, and costs time only."""
+        if self.hidden is None:
+            return False
+        return self.tile.strange or not np.isfinite(self.keys().sum() + self.values().sum())

@@ -68,6 +68,16 @@ def _fold(dk, kv_heads):
     return dk.reshape(batch, rows, kv_heads, heads // kv_heads, d).sum(axis=3)
 
 
+def _sum(w, x, mask):
+    """Σ_j w_ij x_j, (batch, rows_i, heads, c), to which hidden pairs add nothing, not even 0 · NaN."""
+    strange = ~np.isfinite(x)
+    total = np.einsum("bhij,bjhc->bihc", w, np.where(strange, 0, x))
+    for j in np.flatnonzero(strange.any(axis=(0, 2, 3))):
+        there = np.where(strange[:, j], x[:, j], 0)[:, None]  # (batch, 1, heads, c)
+        total[:, mask[:, j]] += w[:, :, mask[:, j], j].swapaxes(1, 2)[..., None] * there
+    return total
+
+
 def _attend(q, k, v, scores, mask, at, pos):
     """out (batch, rows_q, heads, dv) and lse (batch, heads, rows_q) of one block."""
     s, _ = _scores(q, k, scores, mask, at, pos)
@@ -75,7 +85,7 @@ def _attend(q, k, v, scores, mask, at, pos):
     safe = np.where(np.isneginf(top), 0, top)
     p = np.exp(s - safe[..., None])
     total = p.sum(axis=3)
-    out = np.einsum("bhij,bjhc->bihc", p / np.where(total == 0, 1, total)[..., None], _repeat(v, q))
+    out = _sum(p / np.where(total == 0, 1, total)[..., None], _repeat(v, q), mask)
     with np.errstate(divide="ignore"):
         return out, safe + np.log(total)
 
@@ -83,12 +93,12 @@ def _attend(q, k, v, scores, mask, at, pos):
 def _attend_backward(dout, q, k, v, lse, delta, scores, mask, at, pos):
     """dq, dk, dv of one block, from the final lse and delta."""
     s, slope = _scores(q, k, scores, mask, at, pos)
-    p = np.exp(s - np.where(np.isneginf(lse), np.inf, lse)[..., None])
-    dv = np.einsum("bhij,bihc->bjhc", p, dout)
+    p = np.where(mask, np.exp(s - np.where(np.isneginf(lse), np.inf, lse)[..., None]), 0)
     dp = np.einsum("bihc,bjhc->bhij", dout, _repeat(v, q))
-    ds = p * (dp - delta[..., None]) * slope * scores.scale
-    dq = np.einsum("bhij,bjhd->bihd", ds, _repeat(k, q))
-    dk = np.einsum("bhij,bihd->bjhd", ds, q)
+    ds = np.where(mask, p * (dp - delta[..., None]) * slope * scores.scale, 0)
+    dv = _sum(p.swapaxes(2, 3), dout, mask.T)
+    dq = _sum(ds, _repeat(k, q), mask)
+    dk = _sum(ds.swapaxes(2, 3), q, mask.T)
     return dq, _fold(dk, k.shape[2]), _fold(dv, k.shape[2])
 
 
