@@ -128,7 +128,8 @@ def timed(call):
     start, cpu = time.perf_counter(), time.process_time()
     call()
     mine, cpu = time.perf_counter() - start, time.process_time() - cpu
-    return np.array([comm.allreduce(mine, MPI.MAX), comm.allreduce(mine) / comm.size, comm.allreduce(cpu) / comm.size])
+    slowest, mean, cpu = comm.allreduce(mine, MPI.MAX), comm.allreduce(mine) / comm.size, comm.allreduce(cpu) / comm.size
+    return np.array([slowest, mean, cpu])
 
 
 def middle(values):
@@ -151,8 +152,9 @@ class Case:
     def open(self, layout, way="auto"):
         """A BurstAttention, its calls on this rank's rows; the first of each has been made."""
         attn = burstmpi.BurstAttention(
-            comm, causal=self.causal, layout=layout, backward=way, backend=self.args.backend, deadline=self.args.deadline
-        )
+            comm, causal=self.causal, layout=layout, backward=way,
+            backend=self.args.backend, deadline=self.args.deadline,
+        )  # fmt: skip
         q, k, v, dout = (attn.shard(x) for x in self.whole)
         out, lse = attn.forward(q, k, v)
         grads = attn.backward(dout, q, k, v, out, lse)

@@ -92,7 +92,8 @@ def main():
         loss = Loss(attn, attn.shard(target), attn.shard(weight))
         at = [attn.shard(x) for x in (q, k, v)]
         gradient = loss.gradient(*at)
-        say(f"\nloss {loss.value(*at):.12f} on {comm.size} rank{'s' * (comm.size > 1)}, {n} tokens, {attn.stats.backend} backend\n")
+        ranks = f"{comm.size} rank{'s' * (comm.size > 1)}"
+        say(f"\nloss {loss.value(*at):.12f} on {ranks}, {n} tokens, {attn.stats.backend} backend\n")
 
         # Directions: all entries of one array at once, then all three arrays along the gradient itself.
         directions = {}
@@ -116,7 +117,8 @@ def main():
 
         # What gradients are for: a step against it lowers the loss by step * |gradient|² to first order.
         before, after = loss.value(*at), loss.value(*(x - 0.1 * g for x, g in zip(at, gradient)))
-        say(f"\na step of 0.1 down the gradient: {before:.8f} → {after:.8f} (first order {before - 0.1 * length**2:.8f})")
+        expected = before - 0.1 * length**2
+        say(f"\na step of 0.1 down the gradient: {before:.8f} → {after:.8f} (first order {expected:.8f})")
     right &= after < before
     say("\nRIGHT: backward agrees with finite differences" if right else "\nWRONG: see above")
     return right

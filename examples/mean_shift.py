@@ -104,7 +104,8 @@ def main():
         print(f"\n{args.points} points in {args.dim} dimensions on {ranks}, kernel width {args.width}")
         print(f"{iterations} iterations in {seconds:.2f} s, {backend} backend, float64\n")
         for name, (error, allowed, what) in checks.items():
-            print(f"{name:<10}{error:>10.1e},{allowed:>9.1e} allowed  {'ok' if error <= allowed else 'WRONG'}   ({what})")
+            verdict = "ok" if error <= allowed else "WRONG"
+            print(f"{name:<10}{error:>10.1e},{allowed:>9.1e} allowed  {verdict}   ({what})")
         print(f"clusters  found {len(found)} clusters of {args.clusters}       {'ok' if same else 'WRONG'}\n")
         for c, peak in enumerate(found[:12]):
             print(f"  {np.sum(label == c):>6} points at ({', '.join(f'{v:+.3f}' for v in peak)})")

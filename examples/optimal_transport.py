@@ -146,13 +146,14 @@ def main():
     }
     right = all(error <= allowed for error, allowed in checks.values())
     if comm.rank == 0:
-        print(f"\n{len(x)} points against {len(y)} in {args.dim} dimensions, epsilon {args.epsilon}, on {comm.size} rank{'s' * (comm.size > 1)}")
+        ranks = f"{comm.size} rank{'s' * (comm.size > 1)}"
+        print(f"\n{len(x)} points against {len(y)} in {args.dim} dimensions, epsilon {args.epsilon}, on {ranks}")
         print(f"{how_ab[1]} + {how_aa[1]} + {how_bb[1]} iterations in {seconds:.2f} s, {backend} backend, float64\n")
         print(f"Sinkhorn divergence  {divergence:.12f}")
         print(f"known: |t|²/2        {known:.12f}\n")
         for name, (error, allowed) in checks.items():
             print(f"{name:<12}{error:>10.1e} off,{allowed:>10.1e} allowed  {'ok' if error <= allowed else 'WRONG'}")
-        print("\nRIGHT: the plan has its marginals, distance and map are the known ones" if right else "\nWRONG: see above")
+        print("\nRIGHT: marginals, distance and map are the known ones" if right else "\nWRONG: see above")
         sys.stdout.flush()
     return right
 

@@ -173,9 +173,12 @@ def report(args, rows, times, stats, errors):
     if comm.rank:
         return right
     tell = lambda name, text: print(f"  {name:<10}{text}")  # noqa: E731
-    heads = f"{args.heads} heads" if args.heads == args.kv_heads else f"{args.heads} query and {args.kv_heads} key heads"
+    heads = f"{args.heads} heads"
+    if args.heads != args.kv_heads:
+        heads = f"{args.heads} query and {args.kv_heads} key heads"
     each = f"{rows[0]} rows each" if len(set(rows)) == 1 else f"{min(rows)} to {max(rows)} rows each"
-    rule = ("causal" if args.causal else "full") + ("" if args.window is None else f", window of {args.window} to the left")
+    rule = "causal" if args.causal else "full"
+    rule += "" if args.window is None else f", window of {args.window} to the left"
     left = args.tokens if args.window is None else args.window
     i = np.arange(args.tokens)
     seen = i if args.causal else args.tokens - 1
@@ -186,7 +189,10 @@ def report(args, rows, times, stats, errors):
     tell("rule", rule)
     tell("ranks", f"{comm.size} on {nodes} node{'s' * (nodes > 1)}, {args.layout}, {each}")
     tell("backend", stats[0].backend)
-    print(f"\n  {'':<10}{'time':>10}{'rate':>16}{'on the wire':>14}{'messages':>10}{'tiles':>8}{'skipped':>9}{'waiting':>9}")
+    print(
+        f"\n  {'':<10}{'time':>10}{'rate':>17}{'on the wire':>14}{'messages':>10}"
+        f"{'tiles':>8}{'skipped':>9}{'waiting':>9}"
+    )
     for name, products, seconds, sum_ in zip(("forward", "backward"), (2, 5), times, sums):
         rate = products * 2 * pairs * args.head_dim / seconds / 1e9  # each product is 2 flops a pair and channel
         waiting = sum_[4] / comm.size / seconds

@@ -115,7 +115,8 @@ def size(text) -> float:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_quickstart(ranks):
     tokens, heads, dim = 256, 2, 32
-    text = good(ranks, "quickstart.py", "--tokens", tokens, "--heads", heads, "--head-dim", dim, "--full", "--backward", "q")
+    shape = ("--tokens", tokens, "--heads", heads, "--head-dim", dim)
+    text = good(ranks, "quickstart.py", *shape, "--full", "--backward", "q")
     assert f"over {ranks} rank" in text
     assert f"{tokens} tokens, {heads} heads of {dim}, float32" in text
     assert "RIGHT" in text and "WRONG" not in text
@@ -163,14 +164,14 @@ def test_gradients(ranks, way):
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_optimal_transport(ranks):
-    text = good(ranks, "optimal_transport.py", "--points", 50, "--epsilon", 0.3)
+    text = good(ranks, "optimal_transport.py", "--points", 50, "--epsilon", 0.5)
     divergence = float(re.search(r"divergence\s+([\d.]+)", text)[1])
     shift = 0.3 * np.arange(1, 4) / 3
     assert divergence == pytest.approx(0.5 * shift @ shift, abs=1e-10)
     assert len(re.findall(r"^(?:marginals|distance|map) .* ok$", text, re.MULTILINE)) == 3
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 4])
 def test_mean_shift(ranks):
     text = good(ranks, "mean_shift.py", "--points", 200)
     assert "RIGHT" in text
@@ -180,12 +181,12 @@ def test_mean_shift(ranks):
 def test_transformer_learns_the_same_on_any_number_of_ranks():
     curves = {}
     for ranks in (1, 4):
-        told = json.loads(good(ranks, "tiny_transformer.py", "--steps", 25, "--tokens", 50, "--json"))
+        told = json.loads(good(ranks, "tiny_transformer.py", "--steps", 20, "--tokens", 50, "--json"))
         assert told["ranks"] == ranks
         apart, allowed = told["gradient"]
         assert apart <= allowed
         curves[ranks] = np.array(told["losses"])
-    assert len(curves[1]) == 25 and np.isfinite(curves[1]).all()
+    assert len(curves[1]) == 20 and np.isfinite(curves[1]).all()
     assert curves[1][-5:].mean() < 0.8 * curves[1][0]
     np.testing.assert_allclose(curves[4], curves[1], rtol=0, atol=1e-10)
 

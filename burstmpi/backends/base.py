@@ -14,7 +14,7 @@ states, lse, delta and gradients on the way are of the accumulator's type.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Protocol
 
 import numpy as np
@@ -38,7 +38,8 @@ class Dims:
 
     def describe(self) -> dict:
         """The sizes as short values: ranks compare these before the first message."""
-        return {**asdict(self), "dtype": self.dtype.name, "accumulator": self.accumulator.name}
+        told = {f.name: getattr(self, f.name) for f in fields(self)}  # asdict would copy deeply, on every call
+        return {**told, "dtype": self.dtype.name, "accumulator": self.accumulator.name}
 
 
 @dataclass

@@ -13,6 +13,7 @@ stacked, so that grouped heads are one larger product and K and V are never repe
 from __future__ import annotations
 
 from functools import cached_property
+from math import prod
 
 import numpy as np
 
@@ -44,7 +45,7 @@ class NumpyBackend:
     def view(self, buffer, offset, shape, dtype):
         """See bytes of a buffer as an array."""
         dtype = np.dtype(dtype)
-        size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        size = prod(shape) * dtype.itemsize
         return buffer[offset : offset + size].view(dtype).reshape(shape)
 
     def copy(self, target, source) -> None:
