@@ -181,7 +181,7 @@ class BurstAttention:
         (rows,) int32, in the order of this rank's rows
         """
         self._open()
-        return place(self._side(side), length, self._ring.size).positions(self._ring.rank).copy()
+        return place(self._side(side), checks.length(length), self._ring.size).positions(self._ring.rank).copy()
 
     def shard(self, x, *, axis=1, side="queries", root=None):
         """Take this rank's rows of a whole array.
@@ -202,9 +202,9 @@ class BurstAttention:
         problem, told = None, None
         try:
             layout = self._side(side)
-            self._root(root)
+            checks.root(root, ring.size)
             if owner:
-                self._movable(x, axis)
+                checks.movable(x, axis)
                 place(layout, x.shape[axis], ring.size)
                 told = (x.shape, x.dtype)
         except (TypeError, ValueError) as error:
@@ -240,8 +240,8 @@ class BurstAttention:
         problem, rows, rest = None, 0, {}
         try:
             layout = self._side(side)
-            self._root(root)
-            self._movable(x, axis)
+            checks.root(root, ring.size)
+            checks.movable(x, axis)
             rows = x.shape[axis]
             rest = {"shape": (*x.shape[:axis], "rows", *x.shape[axis + 1 :]), "dtype": x.dtype.name}
         except (TypeError, ValueError) as error:
@@ -264,19 +264,6 @@ class BurstAttention:
 
     def _side(self, side):
         return self._layouts[("queries", "keys").index(checks.choice("side", side, ("queries", "keys")))]
-
-    def _root(self, root) -> None:
-        if root is not None and (not isinstance(root, (int, np.integer)) or not 0 <= root < self._ring.size):
-            raise ValueError(f"root: must be a rank below {self._ring.size} or None, got {root!r}")
-
-    @staticmethod
-    def _movable(x, axis) -> None:
-        if not isinstance(x, np.ndarray):
-            raise TypeError(f"x: must be a NumPy array, got {type(x).__name__}")
-        if x.dtype.hasobject:
-            raise TypeError(f"x: arrays of Python objects cannot be sent, got dtype {x.dtype}")
-        if not isinstance(axis, (int, np.integer)) or not 0 <= axis < x.ndim:
-            raise ValueError(f"axis: must be from 0 to {x.ndim - 1}, got {axis!r}")
 
     # ------------------------------------------------------------ forward
 

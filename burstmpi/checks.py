@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import numbers
 
+import ml_dtypes
 import numpy as np
 
 __all__ = ["LAYOUTS", "WAYS", "accumulator"]
@@ -16,6 +17,7 @@ __all__ = ["LAYOUTS", "WAYS", "accumulator"]
 LAYOUTS = ("contiguous", "zigzag", "striped")
 WAYS = ("auto", "q", "kv")
 TYPES = ("float64", "float32", "float16", "bfloat16")
+IDS = "(document ids become boundaries by burstmpi.boundaries)"
 MAX_LENGTH = 2**31 - 2  # positions are int32, and so is the end of the last interval
 
 
@@ -82,9 +84,13 @@ def slopes(value):
 
 def integer_vector(name, value) -> np.ndarray:
     """A vector of whole numbers, as int64."""
-    array = np.asarray(value)
+    try:
+        array = np.asarray(value)
+    except ValueError:  # rows of different lengths
+        raise TypeError(f"{name}: must be a vector of whole numbers, got {value!r}") from None
     if array.ndim != 1:
-        raise ValueError(f"{name}: must be a vector, got shape {array.shape}")
+        got = repr(value) if array.ndim == 0 else f"shape {array.shape}"
+        raise ValueError(f"{name}: must be a vector, got {got}")
     if array.size and array.dtype.kind not in "iu":
         raise TypeError(f"{name}: must be whole numbers, got {array.dtype}")
     if array.size and array.max() > MAX_LENGTH:
@@ -108,9 +114,7 @@ def documents(value):
 def _boundaries(value):
     b = integer_vector("documents", value)
     if not len(b) or b[0] != 0:
-        raise ValueError(
-            f"documents: boundaries start at 0, got {_short(b)} (document ids become boundaries by burstmpi.boundaries)"
-        )
+        raise ValueError(f"documents: boundaries start at 0, got {_short(b)} {IDS}")
     if (np.diff(b) < 0).any():
         at = int(np.flatnonzero(np.diff(b) < 0)[0])
         raise ValueError(f"documents: boundaries must not fall, got {b[at]} before {b[at + 1]}")
@@ -128,12 +132,14 @@ def document_lengths(docs, length_q, length_k) -> None:
         )
     for what, b, length in (("queries", of_queries, length_q), ("keys", of_keys or of_queries, length_k)):
         if b[-1] != length:
-            raise ValueError(f"documents: boundaries of the {what} end at {b[-1]}, but there are {length} {what}")
+            raise ValueError(f"documents: boundaries of the {what} end at {b[-1]}, but there are {length} {what} {IDS}")
 
 
 def layout(value):
     """A word, an int vector of this rank's positions, or a pair of those → (of queries, of keys)."""
     pair = isinstance(value, tuple) and len(value) == 2 and all(isinstance(p, str) or np.ndim(p) == 1 for p in value)
+    if isinstance(value, (list, tuple)) and not pair and any(isinstance(part, str) for part in value):
+        raise TypeError(f"layout: a pair is a tuple (of queries, of keys), got {value!r}")
     parts = [_one_layout(part) for part in (value if pair else (value,))]
     return parts[0], parts[-1]
 
@@ -158,9 +164,12 @@ def accumulator(dtype) -> np.dtype:
     return np.dtype(np.float64 if np.dtype(dtype) == np.float64 else np.float32)
 
 
-def element_type(name, dtype) -> np.dtype:
+def element_type(name, value) -> np.dtype:
     """float64, float32, float16 or bfloat16 (ml_dtypes), in this machine's byte order."""
-    dtype = np.dtype(dtype)
+    try:
+        dtype = np.dtype(ml_dtypes.bfloat16 if value == "bfloat16" else value)
+    except TypeError:
+        raise TypeError(f"{name}: dtype must be one of {', '.join(TYPES)}, got {value!r}") from None
     if dtype.name not in TYPES or not dtype.isnative:
         raise TypeError(f"{name}: dtype must be one of {', '.join(TYPES)}, got {dtype!r}")
     return dtype
@@ -170,6 +179,8 @@ def array(name, value, shape=None, dtype=None, ndim=4):
     """A NumPy array of that ndim, and where given that shape and dtype."""
     if not isinstance(value, np.ndarray):
         raise TypeError(f"{name}: must be a NumPy array, got {type(value).__name__}")
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError(f"{name}: is a masked array, whose mask would be ignored; masks are options of BurstAttention")
     if value.ndim != ndim:
         axes = "(batch, rows, heads, head_dim)" if ndim == 4 else "(batch, heads, rows)"
         raise ValueError(f"{name}: must have {ndim} axes {axes}, got shape {value.shape}")
@@ -183,6 +194,8 @@ def array(name, value, shape=None, dtype=None, ndim=4):
 def shapes(q, k, v) -> None:
     """The three shapes fit together."""
     for name, shape in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(shape, (tuple, list)):
+            raise TypeError(f"{name}: must be a shape (batch, rows, heads, head_dim), got {type(shape).__name__}")
         if len(shape) != 4:
             raise ValueError(f"{name}: must have 4 axes (batch, rows, heads, head_dim), got shape {tuple(shape)}")
         if any(not isinstance(n, numbers.Integral) or n < 0 for n in shape):
@@ -199,6 +212,33 @@ def shapes(q, k, v) -> None:
         raise ValueError(f"q, k: {k[2]} key heads do not divide {q[2]} query heads")
     if q[3] != k[3]:
         raise ValueError(f"q, k: head_dim must be the same, got {q[3]} and {k[3]}")
+
+
+def length(value) -> int:
+    """A number of rows."""
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"length: must be a whole number, got {value!r}")
+    if not 0 <= value <= MAX_LENGTH:
+        raise ValueError(f"length: must be from 0 to {MAX_LENGTH}, got {value}")
+    return int(value)
+
+
+def root(value, size) -> None:
+    """A rank, or None."""
+    if value is None:
+        return
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Integral) or not 0 <= value < size:
+        raise ValueError(f"root: must be a rank below {size} or None, got {value!r}")
+
+
+def movable(x, axis) -> None:
+    """An array that can be cut along an axis and sent."""
+    if not isinstance(x, np.ndarray):
+        raise TypeError(f"x: must be a NumPy array, got {type(x).__name__}")
+    if x.dtype.hasobject:
+        raise TypeError(f"x: arrays of Python objects cannot be sent, got dtype {x.dtype}")
+    if isinstance(axis, (bool, np.bool_)) or not isinstance(axis, numbers.Integral) or not 0 <= axis < x.ndim:
+        raise ValueError(f"axis: x has {x.ndim} axes, got axis {axis!r}")
 
 
 def heads_of_slopes(alibi_slopes, heads) -> None:

@@ -132,7 +132,7 @@ def placement_of(layout, rows, what: str) -> Placement:
         name = f"{layout} over {len(rows)} ranks of {length} rows"
     else:
         placement = Placement("explicit", given=layout)
-        name = "explicit positions"
+        name = "the layout's explicit vector"
     for rank, (has, wants) in enumerate(zip(rows, placement.rows)):
         if has != wants:
             raise ValueError(f"{what}: {name} puts {wants} rows on rank {rank}, it has {has}")

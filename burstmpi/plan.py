@@ -177,9 +177,9 @@ class Plan:
     @cached_property
     def all_tiles(self) -> dict:
         """Pairs of tiles that an unmasked call would compute here, for what travels."""
-        rows_q, rows_k, rank = self.where_q.rows, self.where_k.rows, self.rank
-        count = lambda q, k: self.backend.tile_count(self.dims, q, k)  # noqa: E731
+        queries, keys = self.where_q.positions, self.where_k.positions
+        count = lambda q, k: self.backend.tile_count(self.dims, queries(q), keys(k))  # noqa: E731
         return {
-            "kv": sum(count(rows_q[rank], k) for k in rows_k),
-            "q": sum(count(q, rows_k[rank]) for q in rows_q),
+            "kv": sum(count(self.rank, other) for other in range(self.size)),
+            "q": sum(count(other, self.rank) for other in range(self.size)),
         }

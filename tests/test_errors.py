@@ -22,6 +22,7 @@ def shape(x, *new):
 
 WRONG_ARRAYS = [
     (lambda a: {"q": [[1.0]]}, TypeError, "q: must be a NumPy array, got list"),
+    (lambda a: {"k": np.ma.array(a["k"])}, TypeError, "k: is a masked array, whose mask would be ignored"),
     (lambda a: {"q": a["q"][0]}, ValueError, r"q: must have 4 axes .*, got shape \(4, 4, 8\)"),
     (lambda a: {"q": a["q"].astype(int)}, TypeError, r"q: dtype must be one of .*int64"),
     (lambda a: {"q": a["q"].astype(">f4")}, TypeError, "q: dtype must be one of .*>f4"),
@@ -109,6 +110,9 @@ def test_wrong_arrays_of_backward(comm, name, wrong, error, text):
         ({"layout": None}, TypeError, "layout: must be one of .*, got None"),
         ({"layout": np.array([0.5])}, TypeError, "layout: must be whole numbers, got float64"),
         ({"layout": np.array([-1])}, ValueError, "layout: positions must be 0 or more, got -1"),
+        ({"layout": ["zigzag", "striped"]}, TypeError, r"layout: a pair is a tuple .*, got \['zigzag', 'striped'\]"),
+        ({"layout": 3}, ValueError, "layout: must be a vector, got 3"),
+        ({"documents": [[0, 1], 2]}, TypeError, "documents: must be a vector of whole numbers, got"),
         ({"layout": np.zeros((2, 2), int)}, ValueError, r"layout: must be a vector, got shape \(2, 2\)"),
         ({"backward": "qkv"}, ValueError, "backward: must be one of 'auto', 'q', 'kv', got 'qkv'"),
         ({"backend": "fast"}, ValueError, "backend: must be one of 'auto', .*, got 'fast'"),
@@ -194,7 +198,7 @@ def test_explicit_positions_that_do_not_fit(comm):
     with pytest.raises(ValueError, match="layout: "):
         BurstAttention(comm, layout=positions + (comm.rank == 0))
     with BurstAttention(comm, layout=positions) as attn:
-        with pytest.raises(ValueError, match="queries: explicit positions puts 3 rows on rank 0, it has 4"):
+        with pytest.raises(ValueError, match="queries: the layout's explicit vector puts 3 rows on rank 0, it has 4"):
             attn.forward(**arrays(4))
         attn.forward(**arrays(3))
 
@@ -248,11 +252,15 @@ def test_intercommunicators_are_refused(comm):
     "call, error, text",
     [
         (lambda a: a.shard([1, 2]), TypeError, "x: must be a NumPy array, got list"),
-        (lambda a: a.shard(np.zeros(3)), ValueError, "axis: must be from 0 to 0, got 1"),
+        (lambda a: a.shard(np.zeros(3)), ValueError, "axis: x has 1 axes, got axis 1"),
         (lambda a: a.shard(np.zeros((1, 2)), side="values"), ValueError, "side: must be one of 'queries', 'keys', got 'values'"),
         (lambda a: a.gather(np.array([[None]])), TypeError, "x: arrays of Python objects cannot be sent"),
         (lambda a: a.gather(np.zeros((1, 2)), root=99), ValueError, "root: must be a rank below .* got 99"),
         (lambda a: a.shard(np.zeros((1, 2)), root=-1), ValueError, "root: must be a rank below .* got -1"),
+        (lambda a: a.shard(np.zeros((1, 2)), root=True), ValueError, "root: must be a rank below .* got True"),
+        (lambda a: a.positions(-1), ValueError, "length: must be from 0 to .*, got -1"),
+        (lambda a: a.positions(2.5), TypeError, "length: must be a whole number, got 2.5"),
+        (lambda a: a.positions(2**40), ValueError, "length: must be from 0 to"),
     ],
 )  # fmt: skip
 def test_wrong_moves(comm, call, error, text):
@@ -266,6 +274,10 @@ def test_wrong_workspace_questions(comm):
             attn.workspace_bytes((1, 2, 3, 4), (1, 2, 3), (1, 2, 3, 4), "float32")
         with pytest.raises(TypeError, match="dtype: dtype must be one of .*int32"):
             attn.workspace_bytes((1, 2, 3, 4), (1, 2, 3, 4), (1, 2, 3, 4), "int32")
+        with pytest.raises(TypeError, match="dtype: dtype must be one of .*'float31'"):
+            attn.workspace_bytes((1, 2, 3, 4), (1, 2, 3, 4), (1, 2, 3, 4), "float31")
+        with pytest.raises(TypeError, match="q: must be a shape .*, got ndarray"):
+            attn.workspace_bytes(np.zeros((1, 2, 3, 4)), (1, 2, 3, 4), (1, 2, 3, 4), "float32")
         with pytest.raises(ValueError, match="q: a shape is four whole numbers"):
             attn.workspace_bytes((1, -2, 3, 4), (1, 2, 3, 4), (1, 2, 3, 4), "float32")
 

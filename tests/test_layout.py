@@ -62,7 +62,7 @@ def test_rows_that_contradict_the_layout(name, rows, text):
 
 def test_rows_that_contradict_explicit_positions():
     given_positions = layout.check_explicit([np.array([0, 2]), np.array([1])])
-    with pytest.raises(ValueError, match="queries: explicit positions puts 2 rows on rank 0, it has 1"):
+    with pytest.raises(ValueError, match="queries: the layout's explicit vector puts 2 rows on rank 0, it has 1"):
         layout.placement_of(given_positions, [1, 2], "queries")
     with pytest.raises(ValueError, match="layout: explicit positions are 3, but there are 4 rows"):
         layout.place(given_positions, 4, 2)

@@ -82,8 +82,8 @@ class Backend(Protocol):
     def scratch_bytes(self, dims: Dims, scores: Scores, rows_q: int, rows_k: int, backward: bool) -> int:
         """Tell how much scratch a block of at most these rows needs."""
 
-    def tile_count(self, dims: Dims, rows_q: int, rows_k: int) -> int:
-        """Tell how many pairs of tiles an unmasked block of these rows has, over batch and heads."""
+    def tile_count(self, dims: Dims, positions_q, positions_k) -> int:
+        """Tell how many pairs of tiles an unmasked block of rows at these positions has, over batch and heads."""
 
     def copy(self, target, source) -> Launch | None:
         """target[...] = source, rounding once where the types differ."""

@@ -64,10 +64,10 @@ class NumpyBackend:
         """Room for one tile of each kind."""
         return self._blueprint(dims, scores, rows_q, rows_k, backward).nbytes
 
-    def tile_count(self, dims: Dims, rows_q: int, rows_k: int) -> int:
+    def tile_count(self, dims: Dims, positions_q, positions_k) -> int:
         """Pairs of tiles of a block with no mask, over batch and heads."""
-        tile_q, tile_k = tile_shape(dims.heads // dims.kv_heads, rows_q, rows_k)
-        return dims.batch * dims.heads * -(-rows_q // tile_q) * -(-rows_k // tile_k)
+        tile_q, tile_k = tile_shape(dims.heads // dims.kv_heads, len(positions_q), len(positions_k))
+        return dims.batch * dims.heads * len(tile_starts(positions_q, tile_q)) * len(tile_starts(positions_k, tile_k))
 
     def _blueprint(self, dims: Dims, scores, rows_q, rows_k, backward) -> Blueprint:
         tile_q, tile_k = tile_shape(dims.heads // dims.kv_heads, rows_q, rows_k)
@@ -210,9 +210,9 @@ class _Cuts:
     """Which pairs of tiles are empty, full or cut: from the extremes of lo, hi and of the keys' positions."""
 
     def __init__(self, sight, tile_q, tile_k):
-        self.tile_q, self.tile_k = tile_q, tile_k
-        self.starts_q = np.arange(0, len(sight.lo), tile_q)
-        self.starts_k = np.arange(0, len(sight.pos), tile_k)
+        self.starts_q, self.starts_k = tile_starts(sight.at, tile_q), tile_starts(sight.pos, tile_k)
+        self.spans_q = _spans(self.starts_q, len(sight.at))
+        self.spans_k = _spans(self.starts_k, len(sight.pos))
         if len(self.starts_q):
             self.lo_min, self.lo_max = _extremes(sight.lo, self.starts_q)
             self.hi_min, self.hi_max = _extremes(sight.hi, self.starts_q)
@@ -228,6 +228,24 @@ class _Cuts:
         return [(int(j), bool(full[j])) for j in np.flatnonzero(visible)]
 
 
+def tile_starts(positions, tile: int) -> np.ndarray:
+    """Tell where tiles of at most ``tile`` rows begin: afresh where positions jump, so that none straddles two runs.
+
+    A zigzag block is two runs far apart; a tile over both would look half visible to everybody.  Positions in no
+    order at all jump everywhere: those are cut evenly.
+    """
+    jumps = np.flatnonzero(np.abs(np.diff(positions)) > tile) + 1
+    if len(jumps) * 4 * LEAST > len(positions):
+        jumps = jumps[:0]
+    edges = [0, *jumps.tolist(), len(positions)]
+    return np.concatenate([np.arange(a, b, tile) for a, b in zip(edges, edges[1:])])
+
+
+def _spans(starts, length) -> list[slice]:
+    edges = [*starts.tolist(), length]
+    return [slice(a, b) for a, b in zip(edges, edges[1:])]
+
+
 def _extremes(vector, starts):
     return np.minimum.reduceat(vector, starts), np.maximum.reduceat(vector, starts)
 
@@ -239,11 +257,9 @@ class _QueryTile:
         self.k, self.v, self.work, self.scratch = k, v, work, scratch
         self.cuts, self.head, self.index = cuts, head, index
         self.group = q.shape[2] // k.shape[2]
-        start = int(cuts.starts_q[index])
-        stop = min(start + cuts.tile_q, q.shape[1])
-        self.span = slice(start, stop)
+        self.span = cuts.spans_q[index]
         self.where = (b, self.span, slice(head * self.group, (head + 1) * self.group))
-        self.rows = self.group * (stop - start)
+        self.rows = self.group * (self.span.stop - self.span.start)
         self.q = self.take("q", self.rows, q.shape[3])
         # (rows, group, d) → (group, rows, d)
         stacked = self.q.reshape(self.group, -1, q.shape[3])
@@ -262,16 +278,15 @@ class _QueryTile:
         todo = self.cuts.row(self.index)
         self.work.tally.tiles += self.group * len(todo)
         for j, full in todo:
-            yield _KeyTile(self, int(self.cuts.starts_k[j]), full)
+            yield _KeyTile(self, self.cuts.spans_k[j], full)
 
 
 class _KeyTile:
     """One key tile as a query tile sees it."""
 
-    def __init__(self, tile: _QueryTile, start: int, full: bool):
-        self.tile, self.full = tile, full
-        self.span = slice(start, min(start + tile.cuts.tile_k, tile.k.shape[1]))
-        self.count = self.span.stop - start
+    def __init__(self, tile: _QueryTile, span: slice, full: bool):
+        self.tile, self.span, self.full = tile, span, full
+        self.count = span.stop - span.start
         self.where = (tile.where[0], self.span, tile.head)
         self._keys = None
         self.hidden = None  # (query rows, keys) bool, after scores(), where the tile is cut

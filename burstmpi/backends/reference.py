@@ -142,9 +142,9 @@ class ReferenceBackend(NumpyBackend):
         """None: dense arrays come and go."""
         return 0
 
-    def tile_count(self, dims, rows_q, rows_k) -> int:
+    def tile_count(self, dims, positions_q, positions_k) -> int:
         """A block is one tile."""
-        return int(rows_q > 0 and rows_k > 0)
+        return int(len(positions_q) > 0 and len(positions_k) > 0)
 
     def _block(self, work: Work):
         sight = work.sight
