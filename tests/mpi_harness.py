@@ -68,7 +68,7 @@ class Watchdog:
             while (left := self.deadline - time.monotonic()) > 0:
                 self.changed.wait(min(left, 1e6))
             os.write(self.stderr, f"\n{self.name}: {self.task} hangs, {WATCHDOG_SECONDS:g} s are over\n".encode())
-            calls = traceback.extract_stack(sys._current_frames()[self.watched], limit=30)  # the innermost ones
+            calls = traceback.extract_stack(sys._current_frames()[self.watched], limit=20)  # the innermost ones
             ours = [call for call in calls if not {"pluggy", "_pytest"} & set(Path(call.filename).parts)]
             os.write(self.stderr, f"{self.name} is at\n{''.join(traceback.format_list(ours))}".encode())
             time.sleep(2)  # the other ranks write theirs before the launcher ends them
