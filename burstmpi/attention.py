@@ -1,0 +1,653 @@
+"""BurstAttention: exact attention over a sequence that is cut across MPI ranks.
+
+The only module that sees all parts: it checks and agrees, plans, cuts the workspace, and lets the ring carry
+parcels past the backend's kernels.
+
+    forward        Q stays, (K, V) travel
+    backward "q"   K, V, dK, dV stay; (Q, dO, delta, lse) travel and dQ follows
+    backward "kv"  Q, dO, delta, lse, dQ stay; (K, V) travel and (dK, dV) follow
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from . import backends, checks
+from .backends.base import Dims, Tally, Work
+from .layout import check_explicit, place, placement_of
+from .plan import Plan
+from .ring import Cargo, Partials, Ring, deadline_of
+from .rules import Rules, Sight
+
+__all__ = ["BurstAttention", "Stats", "backward", "forward"]
+
+PLANS = 16  # plans that are kept: one for each combination of shapes
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Figures of one rank's last forward or backward."""
+
+    call: str = ""  # "forward" or "backward"
+    travels: str = ""  # "kv" or "q": what went round the ring
+    backend: str = ""
+    bytes_sent: int = 0  # counted where they are sent
+    messages: int = 0
+    compute_seconds: float = 0.0  # in kernels, progress calls included
+    wait_seconds: float = 0.0  # for other ranks, the agreement before the call included
+    tiles: int = 0  # pairs (query tile, key tile) of a head that were computed here
+    tiles_skipped: int = 0  # pairs that a rule spared
+
+
+class BurstAttention:
+    """Attention over the ranks of a communicator; plan once, then ``forward`` and ``backward``.
+
+    All methods but ``stats`` and ``repr`` are collective: every rank of ``comm`` calls them in the same order.
+
+    Parameters
+    ----------
+    comm : mpi4py intracommunicator
+        Duplicated here; ``close()`` or a ``with`` block frees the duplicate.
+    layout : "zigzag", "contiguous", "striped", or an int vector of this rank's global positions
+        A pair (of queries, of keys) for cross-attention where they differ.  See ``burstmpi.layout``.
+    causal : bool
+        Query i sees keys j <= i.
+    window : (left, right)
+        Query i sees keys with -left <= j - i <= right; None on a side leaves it open.
+    documents : boundaries 0 = b0 <= b1 <= ... = N
+        Packed documents that do not see each other; a pair (of queries, of keys) for cross-attention.
+        ``burstmpi.boundaries`` makes them from a document id per token.
+    softcap : float
+        s becomes softcap * tanh(s / softcap), after the scale.
+    alibi_slopes : (heads,)
+        Adds -slope * abs(i - j).
+    scale : float
+        Default head_dim ** -0.5.
+    backward : "q", "kv" or "auto"
+        What travels in backward; "auto" takes what sends fewer bytes for the shapes at hand.
+    backend : "auto", "numpy" or "reference"
+    deadline : float
+        Seconds that a wait for other ranks may take before it raises ``DeadlineError``; None takes the environment's
+        BURSTMPI_DEADLINE, and without that waits for ever.
+
+    With Nk keys and Nq queries, i stands for i + (Nk - Nq): aligned at the end, in each document where documents are
+    given.  All rules speak of global positions, so that they mean the same for every layout and number of ranks.
+
+    Raises
+    ------
+    TypeError, ValueError
+        On every rank alike: an option that is wrong on one rank, or that differs between ranks.
+    RuntimeError
+        The launcher started many worlds of one rank.
+
+    Notes
+    -----
+    With s_ij as ``burstmpi.rules`` defines it, the sums running over the keys that query i sees,
+
+        lse_i = ln Σ_j exp(s_ij),    out_i = Σ_j exp(s_ij - lse_i) v_j
+
+    A row that sees nothing has out = 0, lse = -inf and gradient 0.
+    """
+
+    def __init__(
+        self,
+        comm,
+        *,
+        layout="zigzag",
+        causal=False,
+        window=None,
+        documents=None,
+        softcap=None,
+        alibi_slopes=None,
+        scale=None,
+        backward="auto",
+        backend="auto",
+        deadline=None,
+    ):
+        problem = wait = None
+        try:
+            wait = deadline_of(deadline)
+        except (TypeError, ValueError) as error:
+            problem = error
+        self._ring = Ring(comm, wait)
+        self._closed = False
+        self._plans: dict[tuple, Plan] = {}
+        self._planned = 0  # plans made so far, the same number on every rank
+        self._arena = None
+        self.stats = Stats()
+        common, layouts = {}, ("zigzag", "zigzag")
+        try:
+            if problem is not None:
+                raise problem
+            self._rules = Rules(causal, window, documents, softcap, alibi_slopes, scale)
+            self._backward = checks.choice("backward", backward, checks.WAYS)
+            self._backend = backends.choose(backend)
+            layouts = checks.layout(layout)
+            names = tuple(x if isinstance(x, str) else "explicit positions" for x in layouts)
+            common = {
+                **self._rules.describe(),
+                "layout": names,
+                "backward": backward,
+                "backend": self._backend.name,
+                "deadline": wait,
+            }
+        except (TypeError, ValueError) as error:
+            problem = error
+        explicit = tuple(None if isinstance(x, str) else x for x in layouts)
+        try:
+            everyone = self._ring.settle(common, explicit, problem)
+            self._layouts = tuple(
+                name if mine is None else check_explicit([theirs[side] for theirs in everyone])
+                for side, (name, mine) in enumerate(zip(layouts, explicit))
+            )
+        except (TypeError, ValueError):
+            self.close()
+            raise
+
+    # ------------------------------------------------------------ life
+
+    def close(self) -> None:
+        """Free the communicator and the workspace; closing twice is harmless."""
+        if not self._closed:
+            self._closed = True
+            self._ring.close()
+            self._arena = None
+            self._plans.clear()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    def __repr__(self):
+        state = "closed" if self._closed else f"rank {self._ring.rank} of {self._ring.size}"
+        return f"<BurstAttention {state}, {self._backend.name}, {self._rules}>"
+
+    # ------------------------------------------------------------ rows
+
+    def positions(self, length: int, *, side="queries") -> np.ndarray:
+        """Tell which global positions this rank's rows have in a sequence of that length; not collective.
+
+        Parameters
+        ----------
+        length : rows of all ranks together, cut as ``shard`` cuts them
+        side : "queries" or "keys", where their layouts differ
+
+        Returns
+        -------
+        (rows,) int32, in the order of this rank's rows
+        """
+        self._open()
+        return place(self._side(side), length, self._ring.size).positions(self._ring.rank).copy()
+
+    def shard(self, x, *, axis=1, side="queries", root=None):
+        """Take this rank's rows of a whole array.
+
+        Parameters
+        ----------
+        x : array, whole, on every rank; with ``root`` on that rank alone, None elsewhere
+        axis : the axis of rows (1 in q, k, v and out; 2 in lse)
+        side : "queries" or "keys", where their layouts differ
+        root : the rank that has the array, or None where all have it
+
+        Returns
+        -------
+        This rank's rows, a new C-contiguous array
+        """
+        ring, layout = self._start("shard"), None
+        owner = root in (None, ring.rank)
+        problem, told = None, None
+        try:
+            layout = self._side(side)
+            self._root(root)
+            if owner:
+                self._movable(x, axis)
+                place(layout, x.shape[axis], ring.size)
+                told = (x.shape, x.dtype)
+        except (TypeError, ValueError) as error:
+            problem = error
+        common = {"call": "shard", "side": side, "axis": axis, "root": root}
+        if root is None and told is not None:
+            common |= {"shape": told[0], "dtype": told[1].name}
+        everyone = self._settle(common, told, problem)
+        shape, dtype = everyone[ring.rank if root is None else root]
+        where = place(layout, shape[axis], ring.size)
+        if root is None:
+            return np.ascontiguousarray(np.take(x, where.positions(ring.rank), axis=axis))
+        rows = where.rows[ring.rank]
+        mine = np.empty((*shape[:axis], rows, *shape[axis + 1 :]), dtype)
+
+        def part(rank):
+            return _bytes(np.ascontiguousarray(np.take(x, where.positions(rank), axis=axis)))
+
+        with self._guard():
+            ring.scatter_bytes(part, _bytes(mine), root)
+        return mine
+
+    def gather(self, x, *, axis=1, side="queries", root=None):
+        """Put the ranks' rows together into the whole array, the inverse of ``shard``.
+
+        Parameters
+        ----------
+        x : array, this rank's rows
+        axis, side : as in ``shard``
+        root : the rank that gets the array (others get None), or None: all get it
+        """
+        ring, layout = self._start("gather"), None
+        problem, rows, rest = None, 0, {}
+        try:
+            layout = self._side(side)
+            self._root(root)
+            self._movable(x, axis)
+            rows = x.shape[axis]
+            rest = {"shape": (*x.shape[:axis], "rows", *x.shape[axis + 1 :]), "dtype": x.dtype.name}
+        except (TypeError, ValueError) as error:
+            problem = error
+        common = {"call": "gather", "side": side, "axis": axis, "root": root, **rest}
+        counts = self._settle(common, rows, problem)
+        where = placement_of(layout, counts, side)
+        whole = None
+        if root in (None, ring.rank):
+            whole = np.empty((*x.shape[:axis], where.length, *x.shape[axis + 1 :]), x.dtype)
+        row_bytes = x.nbytes // rows if rows else int(np.prod(x.shape[:axis] + x.shape[axis + 1 :])) * x.itemsize
+        sizes = [count * row_bytes for count in counts]
+        with self._guard():
+            for rank, part in enumerate(ring.gather_bytes(_bytes(np.ascontiguousarray(x)), sizes, root)):
+                if whole is not None:
+                    shape = (*x.shape[:axis], counts[rank], *x.shape[axis + 1 :])
+                    index = (slice(None),) * axis + (where.positions(rank),)
+                    whole[index] = part.view(x.dtype).reshape(shape)
+        return whole
+
+    def _side(self, side):
+        return self._layouts[("queries", "keys").index(checks.choice("side", side, ("queries", "keys")))]
+
+    def _root(self, root) -> None:
+        if root is not None and (not isinstance(root, (int, np.integer)) or not 0 <= root < self._ring.size):
+            raise ValueError(f"root: must be a rank below {self._ring.size} or None, got {root!r}")
+
+    @staticmethod
+    def _movable(x, axis) -> None:
+        if not isinstance(x, np.ndarray):
+            raise TypeError(f"x: must be a NumPy array, got {type(x).__name__}")
+        if x.dtype.hasobject:
+            raise TypeError(f"x: arrays of Python objects cannot be sent, got dtype {x.dtype}")
+        if not isinstance(axis, (int, np.integer)) or not 0 <= axis < x.ndim:
+            raise ValueError(f"axis: must be from 0 to {x.ndim - 1}, got {axis!r}")
+
+    # ------------------------------------------------------------ forward
+
+    def forward(self, q, k, v, *, out=None, lse=None):
+        """Compute attention of this rank's queries over the keys of all ranks.
+
+        Parameters
+        ----------
+        q : (batch, rows_q, heads, d)
+        k : (batch, rows_k, kv_heads, d), kv_heads divides heads
+        v : (batch, rows_k, kv_heads, dv)
+            One dtype for the three: float64, float32, float16 or bfloat16 (ml_dtypes).  Any strides.
+        out, lse : buffers for the results
+
+        Returns
+        -------
+        out : (batch, rows_q, heads, dv), of q's dtype
+        lse : (batch, heads, rows_q), natural log; float64 for float64, else float32
+
+        Raises
+        ------
+        TypeError, ValueError
+            On every rank alike, before anything is sent.
+        DeadlineError, PeerError
+            Another rank did not come, or stopped; this object can only be closed then.
+        """
+        results = {"out": out, "lse": lse}
+        plan = self._agree("forward", {"q": q, "k": k, "v": v}, results)
+        with self._guard():
+            ring, backend = self._ring, self._backend
+            out, lse = results["out"], results["lse"]
+            room = plan.rooms["forward"].views(backend, self._arena)
+            state = room.get("out", out)
+            steps = plan.steps["kv"]
+            busy = [step.index for step in steps if step.compute]
+            if not busy:
+                backend.clear(out)
+                backend.clear(lse, -np.inf)
+            at, lo, hi = plan.intervals(ring.rank, room)
+            tally = Tally()
+
+            def visit(step, parcel, _):
+                keys, values = (k, v) if step.index == 0 else plan.open(parcel, "kv", step.guest)
+                sight = Sight(at, lo, hi, plan.key_positions(step.guest, room))
+                work = Work(sight, plan.scores, room["scratch"], ring.progress, tally)
+                last = step.index == busy[-1] and state is not out
+                first = step.index == busy[0]
+                return backend.attend(q, keys, values, state, lse, work, first=first, final=out if last else None)
+
+            cargo = self._cargo(plan, "kv", room, (k, v))
+            ring.travel(steps, cargo, visit)
+            self._count("forward", "kv", plan, tally)
+        return out, lse
+
+    # ------------------------------------------------------------ backward
+
+    def backward(self, dout, q, k, v, out, lse, *, dq=None, dk=None, dv=None):
+        """Differentiate ``forward``: from the gradient of out to those of q, k and v.
+
+        Parameters
+        ----------
+        dout : (batch, rows_q, heads, dv), of q's dtype
+        q, k, v, out, lse : what ``forward`` took and returned
+        dq, dk, dv : buffers for the results
+
+        Returns
+        -------
+        dq, dk, dv : shaped and typed as q, k, v; summed in float32 (float64 for float64) and rounded once
+
+        Raises
+        ------
+        As ``forward``.
+
+        Notes
+        -----
+            delta_i = Σ_c dout_ic out_ic,   P_ij = exp(s_ij - lse_i),   dS_ij = P_ij (dout_i . v_j - delta_i)
+            dv_j = Σ_i P_ij dout_i,   dq_i = scale Σ_j dS_ij k_j,   dk_j = scale Σ_i dS_ij q_i
+
+        (with a softcap, dS has the factor 1 - tanh² too).
+        """
+        results = {"dq": dq, "dk": dk, "dv": dv}
+        plan = self._agree("backward", {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse}, results)
+        with self._guard():
+            ring, backend = self._ring, self._backend
+            travels = plan.travels
+            room = plan.rooms["backward"].views(backend, self._arena)
+            sums = {name: room.get(name, result) for name, result in results.items()}
+            delta = room["delta"]
+            backend.delta(dout, out, delta)
+            steps = plan.steps[travels]
+            if not any(step.compute for step in steps):
+                for total in sums.values():
+                    backend.clear(total)
+            tally = Tally()
+            visit = (self._visit_q if travels == "q" else self._visit_kv)(
+                plan, room, sums, (dout, q, k, v, lse, delta), steps, tally
+            )
+            mine, following = ((q, dout, delta, lse), ("dq",)) if travels == "q" else ((k, v), ("dk", "dv"))
+            cargo = self._cargo(plan, travels, room, mine)
+            partials = self._partials(plan, travels, room)
+            way = plan.ways[travels]
+            home = way.host_of_last_step(ring.rank) if way.last[ring.rank] else None
+            ring.travel(steps, cargo, visit, partials, home)
+            if home is not None:
+                came = plan.open_partial(room["home"], travels, ring.rank)
+                for name, share in zip(following, came):
+                    backend.add(sums[name], share)
+            for name, result in results.items():
+                if sums[name] is not result:
+                    backend.copy(result, sums[name])
+            self._count("backward", travels, plan, tally)
+        return results["dq"], results["dk"], results["dv"]
+
+    def _visit_q(self, plan, room, sums, arrays, steps, tally):
+        """Queries come by; dK and dV stay, the visitor's dQ is made afresh and travels on."""
+        dout, q, k, v, lse, delta = arrays
+        ring, backend = self._ring, self._backend
+        first = next((step.index for step in steps if step.compute), None)
+        if steps[0].index != first:
+            backend.clear(sums["dq"])  # no share of this rank's own
+        pos = plan.key_positions(ring.rank, room)
+
+        def visit(step, parcel, partial):
+            guest = step.guest
+            if step.index == 0:
+                their, dq = (q, dout, delta, lse), sums["dq"]
+            else:
+                their = plan.open(parcel, "q", guest)
+                (dq,) = plan.open_partial(partial, "q", guest)
+            sight = Sight(*plan.intervals(guest, room), pos)
+            work = Work(sight, plan.scores, room["scratch"], ring.progress, tally)
+            rows_q, rows_dout, rows_delta, rows_lse = their
+            return backend.attend_backward(
+                rows_dout, rows_q, k, v, rows_lse, rows_delta, dq, sums["dk"], sums["dv"], work,
+                fresh_q=True, fresh_kv=step.index == first,
+            )  # fmt: skip
+
+        return visit
+
+    def _visit_kv(self, plan, room, sums, arrays, steps, tally):
+        """Keys come by; dQ stays, the visitor's dK and dV are made afresh and travel on."""
+        dout, q, k, v, lse, delta = arrays
+        ring, backend = self._ring, self._backend
+        first = next((step.index for step in steps if step.compute), None)
+        if steps[0].index != first:
+            backend.clear(sums["dk"])
+            backend.clear(sums["dv"])
+        at, lo, hi = plan.intervals(ring.rank, room)
+
+        def visit(step, parcel, partial):
+            guest = step.guest
+            if step.index == 0:
+                keys, values, dk, dv = k, v, sums["dk"], sums["dv"]
+            else:
+                keys, values = plan.open(parcel, "kv", guest)
+                dk, dv = plan.open_partial(partial, "kv", guest)
+            sight = Sight(at, lo, hi, plan.key_positions(guest, room))
+            work = Work(sight, plan.scores, room["scratch"], ring.progress, tally)
+            return backend.attend_backward(
+                dout, q, keys, values, lse, delta, sums["dq"], dk, dv, work,
+                fresh_q=step.index == first, fresh_kv=True,
+            )  # fmt: skip
+
+        return visit
+
+    # ------------------------------------------------------------ parts of a call
+
+    def _open(self) -> None:
+        if self._closed:
+            raise RuntimeError("BurstAttention: is closed")
+        if self._ring.broken is not None:
+            raise RuntimeError(
+                f"BurstAttention: an earlier call was broken off ({self._ring.broken}); close it and make a new one"
+            )
+
+    def _start(self, doing) -> Ring:
+        self._open()
+        self._ring.begin(doing)
+        return self._ring
+
+    def _guard(self, *shared):
+        """Watch a part of a call; exceptions of the ``shared`` types are raised by all ranks alike."""
+        return _Guard(self._ring, shared)
+
+    def _settle(self, common, private, problem):
+        """Exchange what the ranks say; the same first message as every other call, so that a wrong one is noticed."""
+        with self._guard(TypeError, ValueError):
+            self._ring.agreed(common, 0, False, problem is None)
+            return self._ring.settle(common, private, problem)
+
+    def _agree(self, call, arrays, results) -> Plan:
+        """Check this rank's arrays, ask the others, and find or make the plan; allocate what is missing."""
+        ring = self._start(call)
+        problem, dims, rows, key = None, None, (0, 0), None
+        common = {"call": call}
+        try:
+            dims, rows = self._check(arrays, results)
+            key = (dims, rows)
+            common |= dims.describe()
+        except (TypeError, ValueError) as error:
+            problem = error
+        plan = self._plans.get(key)
+        fits = plan is not None and self._fits(plan.nbytes(call))
+        with self._guard():
+            known, ready = ring.agreed(common, plan.number if plan else 0, fits, problem is None)
+        if not known:
+            plan = self._plan(common, dims, rows, key, problem)
+        if not (known and ready):
+            self._reserve(plan.nbytes(call))
+        for name, (shape, dtype) in plan.results(call).items():
+            if results[name] is None:
+                results[name] = np.empty(shape, dtype)
+        return plan
+
+    def _check(self, arrays, results):
+        """Look at this rank's arrays: (Dims, (rows of queries, rows of keys)), or raise."""
+        for name in ("q", "k", "v"):
+            checks.array(name, arrays[name])
+        q, k, v = (arrays[name] for name in ("q", "k", "v"))
+        checks.shapes(q.shape, k.shape, v.shape)
+        dtype = checks.element_type("q", q.dtype)
+        checks.array("k", k, dtype=dtype)
+        checks.array("v", v, dtype=dtype)
+        dims = self._dims(q.shape, k.shape, v.shape, dtype)
+        shape_out, shape_lse = (*q.shape[:3], v.shape[3]), (q.shape[0], q.shape[2], q.shape[1])
+        if "dout" in arrays:
+            checks.array("dout", arrays["dout"], shape_out, dtype)
+            checks.array("out", arrays["out"], shape_out, dtype)
+            checks.array("lse", arrays["lse"], shape_lse, dims.accumulator, ndim=3)
+        shapes = {"out": shape_out, "lse": shape_lse, "dq": q.shape, "dk": k.shape, "dv": v.shape}
+        apart = list(arrays.items())
+        for name, buffer in results.items():
+            if buffer is not None:
+                kind = dims.accumulator if name == "lse" else dtype
+                checks.result(name, buffer, shapes[name], kind, apart)
+                apart.append((name, buffer))
+        return dims, (q.shape[1], k.shape[1])
+
+    def _dims(self, q, k, v, dtype) -> Dims:
+        checks.heads_of_slopes(self._rules.alibi_slopes, q[2])
+        return Dims(q[0], q[2], k[2], q[3], v[3], dtype, checks.accumulator(dtype))
+
+    def _plan(self, common, dims, rows, key, problem) -> Plan:
+        """Make a plan together: collective; raises alike on every rank."""
+        ring = self._ring
+        with self._guard(TypeError, ValueError):
+            everyone = ring.settle(common, rows, problem)
+            where_q = placement_of(self._layouts[0], [q for q, _ in everyone], "queries")
+            where_k = placement_of(self._layouts[1], [k for _, k in everyone], "keys")
+            self._rules.check_lengths(where_q.length, where_k.length)
+            self._planned += 1
+            plan = Plan(self._planned, dims, self._rules, where_q, where_k, ring, self._backend, self._backward)
+        self._plans.pop(key, None)
+        while len(self._plans) >= PLANS:
+            self._plans.pop(next(iter(self._plans)))
+        self._plans[key] = plan
+        return plan
+
+    def _fits(self, nbytes) -> bool:
+        return nbytes == 0 or (self._arena is not None and len(self._arena) >= nbytes)
+
+    def _reserve(self, nbytes) -> None:
+        """Make room, on all ranks or on none."""
+        problem = None
+        if not self._fits(nbytes):
+            self._arena = None
+            try:
+                self._arena = self._backend.allocate(nbytes)
+            except MemoryError as error:
+                problem = MemoryError(f"workspace: {nbytes} bytes could not be allocated ({error})")
+        if self._arena is None:
+            self._arena = np.empty(0, np.uint8)
+        with self._guard(MemoryError):
+            self._ring.settle({}, None, problem)
+
+    def workspace_bytes(self, q, k, v, dtype, *, backward=True) -> int:
+        """Tell the bytes that this rank will hold as workspace for calls of these shapes; collective.
+
+        Parameters
+        ----------
+        q, k, v : this rank's shapes, as tuples
+        dtype : of the three
+        backward : whether ``backward`` will be called too
+
+        Returns
+        -------
+        Exactly what the first such call allocates and later ones reuse.  Results (out, lse, dq, dk, dv) are not
+        among it: they are the caller's, new ones or given buffers.
+        """
+        ring = self._start("workspace_bytes")
+        problem, dims, rows, key = None, None, (0, 0), None
+        common = {"call": "workspace_bytes", "backward": backward}
+        try:
+            checks.flag("backward", backward)
+            checks.shapes(q, k, v)
+            dims = self._dims(q, k, v, checks.element_type("dtype", dtype))
+            rows = (q[1], k[1])
+            key = (dims, rows)
+            common |= dims.describe()
+        except (TypeError, ValueError) as error:
+            problem = error
+        plan = self._plans.get(key)
+        with self._guard():
+            known, _ = ring.agreed(common, plan.number if plan else 0, True, problem is None)
+        if not known:
+            plan = self._plan(common, dims, rows, key, problem)
+        nbytes = max(plan.nbytes("forward"), plan.nbytes("backward") if backward else 0)
+        return nbytes + (self._backend.slack if nbytes else 0)
+
+    def _cargo(self, plan, travels, room, mine) -> Cargo:
+        """Pack this rank's own parcel, where it travels."""
+        if plan.ways[travels].last[self._ring.rank]:
+            parcel = plan.open(room["here"], travels, self._ring.rank)
+            for target, source in zip(parcel, mine):
+                self._backend.copy(target, source)
+        return Cargo(room["here"], room["there"], plan.parcel_bytes[travels])
+
+    def _partials(self, plan, travels, room) -> Partials:
+        backend = self._backend
+
+        def each(verb, *buffers, traveller):
+            for arrays in zip(*(plan.open_partial(b, travels, traveller) for b in buffers)):
+                verb(*arrays)
+
+        return Partials(
+            room["fresh"], room["sent"], room["arriving"], room["home"], plan.partial_bytes[travels],
+            clear=lambda buffer, traveller: each(backend.clear, buffer, traveller=traveller),
+            add=lambda target, source, traveller: each(backend.add, target, source, traveller=traveller),
+        )  # fmt: skip
+
+    def _count(self, call, travels, plan, tally) -> None:
+        ring = self._ring
+        self.stats = Stats(
+            call, travels, self._backend.name, ring.bytes_sent, ring.messages, ring.compute_seconds, ring.wait_seconds,
+            tally.tiles, plan.all_tiles[travels] - tally.tiles,
+        )  # fmt: skip
+
+
+class _Guard:
+    """Tell the other ranks when this one leaves a call by an exception that they do not share."""
+
+    def __init__(self, ring, shared=()):
+        self.ring, self.shared = ring, shared
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, _):
+        if error is not None and not isinstance(error, self.shared):
+            self.ring.fail(error)
+        return False
+
+
+def _bytes(x) -> np.ndarray:
+    """See a C-contiguous array as bytes."""
+    return x.reshape(-1).view(np.uint8)
+
+
+def forward(comm, q, k, v, *, out=None, lse=None, **options):
+    """Compute attention once; see ``BurstAttention`` for the options and ``BurstAttention.forward`` for the rest.
+
+    Each call duplicates and frees a communicator: many calls want a ``BurstAttention``.
+    """
+    with BurstAttention(comm, **options) as attn:
+        return attn.forward(q, k, v, out=out, lse=lse)
+
+
+def backward(comm, dout, q, k, v, out, lse, *, dq=None, dk=None, dv=None, **options):
+    """Differentiate ``forward`` once; the options must be those of the forward call.
+
+    The option ``backward="q"`` or ``"kv"`` says what travels.
+    """
+    with BurstAttention(comm, **options) as attn:
+        return attn.backward(dout, q, k, v, out, lse, dq=dq, dk=dk, dv=dv)

@@ -1,0 +1,232 @@
+"""Every error that a caller can cause: one function a question, one message an answer.
+
+A message reads ``subject: problem, value``.  The functions here look at one rank's arguments; that all ranks
+agree is asked by ``ring.Ring.agree``.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+
+import numpy as np
+
+__all__ = ["LAYOUTS", "WAYS", "accumulator"]
+
+LAYOUTS = ("contiguous", "zigzag", "striped")
+WAYS = ("auto", "q", "kv")
+TYPES = ("float64", "float32", "float16", "bfloat16")
+MAX_LENGTH = 2**31 - 2  # positions are int32, and so is the end of the last interval
+
+
+# ---------------------------------------------------------------- options
+
+
+def flag(name, value) -> bool:
+    """A real bool: 1, "no" or an array would hide a mistake."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name}: must be True or False, got {value!r}")
+    return bool(value)
+
+
+def choice(name, value, known) -> str:
+    """One of a few words."""
+    if not isinstance(value, str) or value not in known:
+        raise ValueError(f"{name}: must be one of {', '.join(map(repr, known))}, got {value!r}")
+    return value
+
+
+def positive(name, value):
+    """A finite number above 0, or None."""
+    if value is None:
+        return None
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name}: must be a number or None, got {value!r}")
+    value = float(value)
+    if not math.isfinite(value) or value <= 0:
+        raise ValueError(f"{name}: must be finite and above 0, got {value!r}")
+    return value
+
+
+def window(value):
+    """(left, right), each a whole number >= 0 or None."""
+    if value is None:
+        return None
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise TypeError(f"window: must be a pair (left, right), got {value!r}")
+    for side in value:
+        if side is None:
+            continue
+        if isinstance(side, (bool, np.bool_)) or not isinstance(side, numbers.Integral):
+            raise TypeError(f"window: each side must be a whole number or None, got {value!r}")
+        if side < 0:
+            raise ValueError(f"window: each side must be 0 or more, got {value!r}")
+    # More than the longest sequence is as good as open, and must not overflow the index arithmetic.
+    return tuple(None if side is None or side > MAX_LENGTH else int(side) for side in value)
+
+
+def slopes(value):
+    """One finite ALiBi slope a query head, as a tuple."""
+    if value is None:
+        return None
+    try:
+        array = np.asarray(value, np.float64)
+    except (TypeError, ValueError):
+        raise TypeError(f"alibi_slopes: must be a vector of numbers, got {value!r}") from None
+    if array.ndim != 1 or not len(array):
+        raise ValueError(f"alibi_slopes: must have shape (heads,), got shape {array.shape}")
+    if not np.isfinite(array).all():
+        raise ValueError(f"alibi_slopes: must be finite, got {array[~np.isfinite(array)][0]} among them")
+    return tuple(array.tolist())
+
+
+def integer_vector(name, value) -> np.ndarray:
+    """A vector of whole numbers, as int64."""
+    array = np.asarray(value)
+    if array.ndim != 1:
+        raise ValueError(f"{name}: must be a vector, got shape {array.shape}")
+    if array.size and array.dtype.kind not in "iu":
+        raise TypeError(f"{name}: must be whole numbers, got {array.dtype}")
+    if array.size and array.max() > MAX_LENGTH:
+        raise ValueError(f"{name}: positions go up to {MAX_LENGTH}, got {array.max()}")
+    return array.astype(np.int64)
+
+
+def documents(value):
+    """Boundaries, or a pair of them for cross-attention → (of queries, of keys or None), tuples."""
+    if value is None:
+        return None
+    pair = isinstance(value, (tuple, list)) and len(value) == 2 and all(np.ndim(part) == 1 for part in value)
+    parts = tuple(_boundaries(part) for part in (value if pair else (value,)))
+    if pair and len(parts[0]) != len(parts[1]):
+        raise ValueError(
+            f"documents: as many for the queries as for the keys, got {len(parts[0]) - 1} and {len(parts[1]) - 1}"
+        )
+    return (parts[0], parts[1] if pair else None)
+
+
+def _boundaries(value):
+    b = integer_vector("documents", value)
+    if not len(b) or b[0] != 0:
+        raise ValueError(
+            f"documents: boundaries start at 0, got {_short(b)} (document ids become boundaries by burstmpi.boundaries)"
+        )
+    if (np.diff(b) < 0).any():
+        at = int(np.flatnonzero(np.diff(b) < 0)[0])
+        raise ValueError(f"documents: boundaries must not fall, got {b[at]} before {b[at + 1]}")
+    return tuple(b.tolist())
+
+
+def document_lengths(docs, length_q, length_k) -> None:
+    """Documents end where the sequence ends; two lengths need two sets of boundaries."""
+    if docs is None:
+        return
+    of_queries, of_keys = docs
+    if of_keys is None and length_q != length_k:
+        raise ValueError(
+            f"documents: {length_q} queries and {length_k} keys need a pair (boundaries of queries, of keys)"
+        )
+    for what, b, length in (("queries", of_queries, length_q), ("keys", of_keys or of_queries, length_k)):
+        if b[-1] != length:
+            raise ValueError(f"documents: boundaries of the {what} end at {b[-1]}, but there are {length} {what}")
+
+
+def layout(value):
+    """A word, an int vector of this rank's positions, or a pair of those → (of queries, of keys)."""
+    pair = isinstance(value, tuple) and len(value) == 2 and all(isinstance(p, str) or np.ndim(p) == 1 for p in value)
+    parts = [_one_layout(part) for part in (value if pair else (value,))]
+    return parts[0], parts[-1]
+
+
+def _one_layout(value):
+    if isinstance(value, str):
+        return choice("layout", value, LAYOUTS)
+    if value is None or isinstance(value, dict):
+        known = ", ".join(map(repr, LAYOUTS))
+        raise TypeError(f"layout: must be one of {known} or a vector of positions, got {value!r}")
+    positions = integer_vector("layout", value)
+    if len(positions) and positions.min() < 0:
+        raise ValueError(f"layout: positions must be 0 or more, got {positions.min()}")
+    return positions
+
+
+# ---------------------------------------------------------------- arrays
+
+
+def accumulator(dtype) -> np.dtype:
+    """The type of sums, lse and gradients on the way: float64 for float64, float32 for all else."""
+    return np.dtype(np.float64 if np.dtype(dtype) == np.float64 else np.float32)
+
+
+def element_type(name, dtype) -> np.dtype:
+    """float64, float32, float16 or bfloat16 (ml_dtypes), in this machine's byte order."""
+    dtype = np.dtype(dtype)
+    if dtype.name not in TYPES or not dtype.isnative:
+        raise TypeError(f"{name}: dtype must be one of {', '.join(TYPES)}, got {dtype!r}")
+    return dtype
+
+
+def array(name, value, shape=None, dtype=None, ndim=4):
+    """A NumPy array of that ndim, and where given that shape and dtype."""
+    if not isinstance(value, np.ndarray):
+        raise TypeError(f"{name}: must be a NumPy array, got {type(value).__name__}")
+    if value.ndim != ndim:
+        axes = "(batch, rows, heads, head_dim)" if ndim == 4 else "(batch, heads, rows)"
+        raise ValueError(f"{name}: must have {ndim} axes {axes}, got shape {value.shape}")
+    if dtype is not None and value.dtype != dtype:
+        raise TypeError(f"{name}: dtype must be {np.dtype(dtype)}, got {value.dtype}")
+    if shape is not None and value.shape != tuple(shape):
+        raise ValueError(f"{name}: shape must be {tuple(shape)}, got {value.shape}")
+    return value
+
+
+def shapes(q, k, v) -> None:
+    """The three shapes fit together."""
+    for name, shape in (("q", q), ("k", k), ("v", v)):
+        if len(shape) != 4:
+            raise ValueError(f"{name}: must have 4 axes (batch, rows, heads, head_dim), got shape {tuple(shape)}")
+        if any(not isinstance(n, numbers.Integral) or n < 0 for n in shape):
+            raise ValueError(f"{name}: a shape is four whole numbers >= 0, got {tuple(shape)}")
+        if shape[2] < 1 or shape[3] < 1:
+            raise ValueError(f"{name}: needs at least one head and one head dim, got shape {tuple(shape)}")
+    if not q[0] == k[0] == v[0]:
+        raise ValueError(f"q, k, v: batch must be the same, got {q[0]}, {k[0]}, {v[0]}")
+    if k[1] != v[1]:
+        raise ValueError(f"k, v: rows must be the same, got {k[1]} and {v[1]}")
+    if k[2] != v[2]:
+        raise ValueError(f"k, v: heads must be the same, got {k[2]} and {v[2]}")
+    if q[2] % k[2]:
+        raise ValueError(f"q, k: {k[2]} key heads do not divide {q[2]} query heads")
+    if q[3] != k[3]:
+        raise ValueError(f"q, k: head_dim must be the same, got {q[3]} and {k[3]}")
+
+
+def heads_of_slopes(alibi_slopes, heads) -> None:
+    """One slope a query head."""
+    if alibi_slopes is not None and len(alibi_slopes) != heads:
+        raise ValueError(f"alibi_slopes: {len(alibi_slopes)} slopes for {heads} query heads")
+
+
+def result(name, value, shape, dtype, inputs) -> None:
+    """A caller's buffer for a result: right shape and type, writable, apart from what is still to be read."""
+    array(name, value, shape, dtype, ndim=len(shape))
+    if not value.flags.writeable:
+        raise ValueError(f"{name}: the buffer is read-only")
+    if any(stride == 0 and n > 1 for n, stride in zip(value.shape, value.strides)):
+        raise ValueError(f"{name}: the buffer is a broadcast view, its rows overlap")
+    for other_name, other in inputs:
+        if overlap(value, other):
+            raise ValueError(f"{name}: the buffer shares memory with {other_name}")
+
+
+def overlap(a, b) -> bool:
+    """Whether two arrays may share memory; what is too hard to tell counts as yes."""
+    try:
+        return np.shares_memory(a, b, max_work=100_000)
+    except np.exceptions.TooHardError:
+        return True
+
+
+def _short(vector) -> str:
+    """A vector's beginning, for a message."""
+    return np.array2string(np.asarray(vector), threshold=6, edgeitems=3)

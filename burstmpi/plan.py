@@ -1,0 +1,185 @@
+"""What calls of given shapes need: ways, parcels, workspace.  Made once, collectively, then reused.
+
+A plan holds numbers of the size of the rank count, never of the sequence's length.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import numpy as np
+
+from . import schedule
+from .backends.base import Dims
+from .buffers import Blueprint
+from .layout import Placement
+from .rules import Rules, sees
+
+__all__ = ["Plan"]
+
+TRAVELS = ("kv", "q")
+
+
+class Plan:
+    """The plan of one rank.
+
+    Parameters
+    ----------
+    number : which plan this is, the same on every rank
+    where_q, where_k : Placement of the queries and of the keys
+    ring : for ``rank``, ``size``, ``reduce`` and ``transpose``; used here only, and collectively
+    backend : for tile counts and scratch
+    backward : "q", "kv" or "auto"
+    """
+
+    def __init__(
+        self, number: int, dims: Dims, rules: Rules, where_q: Placement, where_k: Placement, ring, backend, backward: str
+    ):
+        self.number, self.dims, self.rules = number, dims, rules
+        self.where_q, self.where_k = where_q, where_k
+        self.rank, self.size = ring.rank, ring.size
+        self.backend = backend
+        self.scores = rules.scores(dims.d)
+        # seen[j]: do my queries see any key of rank j?  The other way round by transposition.
+        _, lo, hi = self._intervals(self.rank)
+        seen = np.array([sees(lo, hi, where_k.positions(j)) for j in range(self.size)], np.uint8)
+        self.guests = {"kv": seen, "q": ring.transpose(seen)}
+        self.ways = {travels: self._way(self.guests[travels], ring) for travels in TRAVELS}
+        self.parcel_bytes = {travels: self._sizes(self._parcel, travels) for travels in TRAVELS}
+        self.partial_bytes = {travels: self._sizes(self._partial, travels) for travels in TRAVELS}
+        self.travels = self._cheaper() if backward == "auto" else backward
+        self.steps = {travels: self.ways[travels].steps(self.rank, self.guests[travels]) for travels in TRAVELS}
+        self.rooms = {call: self._room(call) for call in ("forward", "backward")}  # workspaces, as arrays
+
+    def _way(self, guests, ring) -> schedule.Way:
+        offsets = schedule.offsets_of(ring.reduce(schedule.used_offsets(guests, self.rank)))
+        last = ring.reduce(schedule.stops_of(guests, self.rank, offsets))
+        return schedule.Way(offsets, tuple(last.tolist()))
+
+    def _cheaper(self) -> str:
+        """What sends fewer bytes in backward, all ranks together; the paper's way where both are equal."""
+        cost = {t: self.ways[t].bytes_on_wire(self.parcel_bytes[t], self.partial_bytes[t]) for t in TRAVELS}
+        return "q" if cost["q"] <= cost["kv"] else "kv"
+
+    # ------------------------------------------------------------ parcels
+
+    def _rows(self, travels) -> list[int]:
+        return (self.where_k if travels == "kv" else self.where_q).rows
+
+    def _parcel(self, travels, rows) -> Blueprint:
+        """The arrays of a traveller, in the order in which they lie in its parcel."""
+        dims, parcel = self.dims, Blueprint()
+        if travels == "kv":
+            parcel.add("k", (dims.batch, rows, dims.kv_heads, dims.d), dims.dtype)
+            parcel.add("v", (dims.batch, rows, dims.kv_heads, dims.dv), dims.dtype)
+        else:
+            parcel.add("q", (dims.batch, rows, dims.heads, dims.d), dims.dtype)
+            parcel.add("dout", (dims.batch, rows, dims.heads, dims.dv), dims.dtype)
+            parcel.add("delta", (dims.batch, dims.heads, rows), dims.accumulator)
+            parcel.add("lse", (dims.batch, dims.heads, rows), dims.accumulator)
+        return parcel
+
+    def _partial(self, travels, rows) -> Blueprint:
+        """The gradients that follow a traveller."""
+        dims, partial = self.dims, Blueprint()
+        if travels == "kv":
+            partial.add("dk", (dims.batch, rows, dims.kv_heads, dims.d), dims.accumulator)
+            partial.add("dv", (dims.batch, rows, dims.kv_heads, dims.dv), dims.accumulator)
+        else:
+            partial.add("dq", (dims.batch, rows, dims.heads, dims.d), dims.accumulator)
+        return partial
+
+    def _sizes(self, blueprint, travels) -> list[int]:
+        return [blueprint(travels, rows).nbytes for rows in self._rows(travels)]
+
+    def open(self, buffer, travels, traveller):
+        """See a parcel as its arrays: (k, v) or (q, dout, delta, lse)."""
+        return tuple(self._parcel(travels, self._rows(travels)[traveller]).views(self.backend, buffer).values())
+
+    def open_partial(self, buffer, travels, traveller):
+        """See a traveller's gradients: (dk, dv) or (dq,)."""
+        return tuple(self._partial(travels, self._rows(travels)[traveller]).views(self.backend, buffer).values())
+
+    # ------------------------------------------------------------ workspace
+
+    def _room(self, call) -> Blueprint:
+        """The workspace of "forward" or "backward", as arrays in one run of bytes."""
+        dims, travels = self.dims, "kv" if call == "forward" else self.travels
+        rows_q, rows_k = self.where_q.rows[self.rank], self.where_k.rows[self.rank]
+        visitors = [step.guest for step in self.steps[travels] if step.guest is not None and step.index > 0]
+        own = [self.rank] if self.ways[travels].last[self.rank] else []
+        largest = lambda sizes, ranks: max((sizes[r] for r in ranks), default=0)  # noqa: E731
+        most_q, most_k = rows_q, rows_k
+        if travels == "kv":
+            most_k = max(rows_k, largest(self.where_k.rows, visitors))
+        else:
+            most_q = max(rows_q, largest(self.where_q.rows, visitors))
+        room = Blueprint()
+        room.add("at", (most_q,), np.int32)
+        room.add("lo", (most_q,), np.int32)
+        room.add("hi", (most_q,), np.int32)
+        room.add("pos", (most_k,), np.int32)
+        scratch = self.backend.scratch_bytes(dims, self.scores, most_q, most_k, call == "backward")
+        room.add("scratch", (scratch,), np.uint8)
+        slot = largest(self.parcel_bytes[travels], visitors + own)
+        room.add("here", (slot,), np.uint8)
+        room.add("there", (slot,), np.uint8)
+        sums = {"out": (rows_q, dims.heads, dims.dv)}
+        if call == "backward":
+            sums = {
+                "dq": (rows_q, dims.heads, dims.d),
+                "dk": (rows_k, dims.kv_heads, dims.d),
+                "dv": (rows_k, dims.kv_heads, dims.dv),
+            }
+            room.add("delta", (dims.batch, dims.heads, rows_q), dims.accumulator)
+            for name in ("fresh", "sent", "arriving"):
+                room.add(name, (largest(self.partial_bytes[travels], visitors),), np.uint8)
+            room.add("home", (largest(self.partial_bytes[travels], own),), np.uint8)
+        if dims.dtype != dims.accumulator:  # else the results themselves take the sums
+            for name, shape in sums.items():
+                room.add(name, (dims.batch, *shape), dims.accumulator)
+        return room
+
+    def nbytes(self, call) -> int:
+        """Bytes of workspace of a call."""
+        return self.rooms[call].nbytes
+
+    def results(self, call) -> dict:
+        """Shapes and types of what a call returns."""
+        dims = self.dims
+        rows_q, rows_k = self.where_q.rows[self.rank], self.where_k.rows[self.rank]
+        if call == "forward":
+            return {
+                "out": ((dims.batch, rows_q, dims.heads, dims.dv), dims.dtype),
+                "lse": ((dims.batch, dims.heads, rows_q), dims.accumulator),
+            }
+        return {
+            "dq": ((dims.batch, rows_q, dims.heads, dims.d), dims.dtype),
+            "dk": ((dims.batch, rows_k, dims.kv_heads, dims.d), dims.dtype),
+            "dv": ((dims.batch, rows_k, dims.kv_heads, dims.dv), dims.dtype),
+        }
+
+    # ------------------------------------------------------------ visibility
+
+    def _intervals(self, rank, *into):
+        positions = self.where_q.positions(rank)
+        return self.rules.intervals(positions, self.where_q.length, self.where_k.length, *into)
+
+    def intervals(self, rank, room):
+        """at, lo, hi of a rank's queries, [rows] int32, in the workspace."""
+        rows = self.where_q.rows[rank]
+        return self._intervals(rank, *(room[name][:rows] for name in ("at", "lo", "hi")))
+
+    def key_positions(self, rank, room):
+        """Global positions of a rank's keys, [rows] int32, in the workspace."""
+        return self.where_k.positions(rank, out=room["pos"][: self.where_k.rows[rank]])
+
+    @cached_property
+    def all_tiles(self) -> dict:
+        """Pairs of tiles that an unmasked call would compute here, for what travels."""
+        rows_q, rows_k, rank = self.where_q.rows, self.where_k.rows, self.rank
+        count = lambda q, k: self.backend.tile_count(self.dims, q, k)  # noqa: E731
+        return {
+            "kv": sum(count(rows_q[rank], k) for k in rows_k),
+            "q": sum(count(q, rows_k[rank]) for q in rows_q),
+        }

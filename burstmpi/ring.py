@@ -1,0 +1,460 @@
+"""Messages between ranks: the only module that uses mpi4py, and it knows nothing of attention.
+
+``Ring.travel`` moves parcels along a ``schedule.Way``.  In each step a rank posts its receive, then its send, then
+computes, with a call of MPI between tiles (an MPI without a progress thread moves nothing otherwise), then waits:
+
+    step s     ┌ receive into ``there`` ┐
+               ├ send from ``here``     ┤ overlap
+               └ visit(here)            ┘
+               wait; swap here and there
+
+Every wait watches a deadline.  One that runs over asks all ranks what they are doing (a *roll call*: ranks that
+wait or compute answer, others do not), raises ``DeadlineError`` that says who waits for whom and who gave no sign,
+and tells the others, so that they raise as well.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from mpi4py import MPI
+
+from . import checks
+
+__all__ = ["Cargo", "DeadlineError", "Partials", "PeerError", "Ring", "check_launcher"]
+
+CARGO, PARTIAL, HOME, ROWS, NOTICE, REPLY = range(1, 7)  # tags
+CHUNK = 1 << 30  # bytes of one message: counts of 2³¹ and more fail in some MPIs
+SIGN = 1.0  # seconds that a roll call waits for answers
+LISTEN = 0.1  # seconds between two looks for notices of other ranks while computing
+
+
+class DeadlineError(TimeoutError):
+    """A wait took longer than the deadline: the text says which rank waits in which step for whom."""
+
+
+class PeerError(RuntimeError):
+    """Another rank stopped in the middle of a call: the text says which, and why."""
+
+
+@dataclass
+class Cargo:
+    """What travels: two buffers of bytes in rotation, and the size of each traveller's parcel.
+
+    ``here`` holds this rank's own parcel at the start, where it travels at all.
+    """
+
+    here: np.ndarray
+    there: np.ndarray
+    nbytes: list[int]
+
+
+@dataclass
+class Partials:
+    """Gradients that follow the travellers home; buffers of bytes.
+
+    fresh : being computed;  sent : on its way out;  arriving : on its way in;  home : this rank's own, coming back
+    clear, add : called as clear(buffer, traveller) and add(target, source, traveller)
+    """
+
+    fresh: np.ndarray
+    sent: np.ndarray
+    arriving: np.ndarray
+    home: np.ndarray
+    nbytes: list[int]
+    clear: Callable
+    add: Callable
+
+
+@dataclass
+class _Pending:
+    """A request and what to say of it when it does not end."""
+
+    request: MPI.Request
+    text: str
+    peer: int
+    keep: object = None  # memory that must live as long as the request
+
+
+class Ring:
+    """A duplicate of the caller's communicator, with deadlines.
+
+    Parameters
+    ----------
+    comm : an intracommunicator of mpi4py
+    deadline : seconds that any wait may take, or None for ever
+
+    Raises
+    ------
+    TypeError, ValueError
+        No intracommunicator.
+    RuntimeError
+        The launcher started many worlds of one rank.
+    """
+
+    def __init__(self, comm, deadline=None):
+        check_launcher(comm)
+        self.deadline = deadline
+        self.rank, self.size = comm.Get_rank(), comm.Get_size()
+        self.bytes_sent = self.messages = 0
+        self.wait_seconds = self.compute_seconds = 0.0
+        self.broken: BaseException | None = None
+        self._doing = "construction"
+        self._active: list[_Pending] = []
+        self._litter: list[_Pending] = []  # small sends that nobody waits for
+        self._heard = time.perf_counter()
+        self.comm = None
+        duplicate, request = comm.Idup()
+        self._wait([_Pending(request, "all ranks to make their BurstAttention", -1)])
+        self.comm = duplicate
+
+    def close(self) -> None:
+        """Free the communicator; a broken one is left to MPI_Finalize, as its peers may never come."""
+        if self.comm is not None and self.broken is None:
+            self.comm.Free()
+        self.comm = None
+
+    def begin(self, doing: str) -> None:
+        """Start the figures of a call anew."""
+        self._doing = doing
+        self.bytes_sent = self.messages = 0
+        self.wait_seconds = self.compute_seconds = 0.0
+
+    # ------------------------------------------------------------ agreement
+
+    def agreed(self, common: dict, token: int, ready: bool, fine: bool) -> tuple[bool, bool]:
+        """Ask all ranks, in one small reduction, whether they say the same.
+
+        Returns
+        -------
+        known : every rank is fine, says the same ``common``, and holds the same token, above 0
+        ready : every rank is ready
+        """
+        digest = hashlib.blake2b(repr(sorted(common.items())).encode(), digest_size=7).digest()
+        word = int.from_bytes(digest, "little")
+        low = self.reduce(np.array([fine, word, -word, token, -token, ready], np.int64), MPI.MIN)
+        return bool(low[0] and low[1] == -low[2] and low[3] == -low[4] and low[3] > 0), bool(low[5])
+
+    def settle(self, common: dict, private, error: Exception | None):
+        """Exchange what each rank has to say; raise alike on every rank where one erred or two differ.
+
+        Returns
+        -------
+        The private parts of all ranks, in the order of ranks.
+        """
+        told = None if error is None else (type(error), str(error))
+        everyone = self.exchange((told, common, private))
+        errors = {rank: told for rank, (told, _, _) in enumerate(everyone) if told is not None}
+        if errors:
+            kind, text = errors[min(errors)]
+            same = [rank for rank, told in errors.items() if told == (kind, text)]
+            raise kind(text if len(same) == self.size else f"{_ranks(same)}: {text}")
+        for name in common:
+            values: dict[str, list[int]] = {}
+            for rank, (_, theirs, _) in enumerate(everyone):
+                values.setdefault(repr(theirs.get(name, "not given")), []).append(rank)
+            if len(values) > 1:
+                parts = ", ".join(f"{_clip(value)} on {_ranks(ranks)}" for value, ranks in values.items())
+                raise ValueError(f"{name}: must be the same on all ranks, got {parts}")
+        return [private for _, _, private in everyone]
+
+    def reduce(self, vector, op=MPI.MAX):
+        """Reduce a small vector over all ranks."""
+        result = np.empty_like(vector)
+        self._collect(self.comm.Iallreduce(vector, result, op), vector)
+        return result
+
+    def transpose(self, row):
+        """Give entry j of this rank's row to rank j: [size] uint8."""
+        column = np.empty_like(row)
+        self._collect(self.comm.Ialltoall(row, column), row)
+        return column
+
+    def exchange(self, thing) -> list:
+        """Gather a small picklable thing from all ranks on all ranks."""
+        mine = np.frombuffer(pickle.dumps(thing), np.uint8)
+        sizes = np.empty(self.size, np.int64)
+        length = np.array([len(mine)], np.int64)
+        self._collect(self.comm.Iallgather(length, sizes), length)
+        starts = np.concatenate(([0], np.cumsum(sizes)))
+        everything = np.empty(starts[-1], np.uint8)
+        self._collect(self.comm.Iallgatherv(mine, [everything, sizes.tolist(), starts[:-1].tolist(), MPI.BYTE]), mine)
+        return [pickle.loads(everything[a:b].tobytes()) for a, b in zip(starts[:-1], starts[1:])]
+
+    def _collect(self, request, keep):
+        self._wait([_Pending(request, "all ranks to make the same call", -1, keep)])
+
+    # ------------------------------------------------------------ whole arrays
+
+    def gather_bytes(self, mine, sizes, root=None):
+        """Yield every rank's bytes in turn, as uint8, on all ranks, or on root alone.
+
+        The array that is yielded is valid until the next one is asked for.
+        """
+        room = np.empty(max(sizes, default=0), np.uint8) if root in (None, self.rank) else None
+        for rank, size in enumerate(sizes):
+            part = mine if rank == self.rank else room[:size] if room is not None else None
+            if root is None:
+                requests = [
+                    _Pending(self.comm.Ibcast(part[a : a + CHUNK], rank), f"rows of rank {rank}", rank)
+                    for a in range(0, size, CHUNK)
+                ]
+                self._wait(requests)
+            elif rank != root and self.rank == root:
+                self._wait(self._receive(part, size, rank, ROWS, f"rows of rank {rank}"))
+            elif rank != root and self.rank == rank:
+                self._wait(self._send(part, size, root, ROWS, f"rank {root} to take rows"))
+            if part is not None:
+                yield part
+
+    def scatter_bytes(self, parts, mine, root):
+        """Send ``parts(rank)``, uint8, from root to every rank's ``mine``."""
+        if self.rank != root:
+            self._wait(self._receive(mine, len(mine), root, ROWS, f"rows from rank {root}"))
+            return
+        for rank in range(self.size):
+            part = parts(rank)
+            if rank == root:
+                mine[:] = part
+            else:
+                self._wait(self._send(part, len(part), rank, ROWS, f"rank {rank} to take rows"))
+
+    # ------------------------------------------------------------ the ring
+
+    def travel(self, steps, cargo: Cargo, visit, partials: Partials | None = None, home_from=None) -> None:
+        """Walk the steps: move parcels while ``visit`` computes.
+
+        Parameters
+        ----------
+        steps : list of schedule.Step
+        visit : called as visit(step, parcel, partial) in each step with ``compute``; may return a Launch
+        home_from : the rank from which this rank's own partial comes back, or None
+        """
+        kind = self._doing
+        here, there = cargo.here, cargo.there
+        outgoing: list[_Pending] = []
+        coming_home: list[_Pending] = []
+        if home_from is not None:
+            nbytes = partials.nbytes[self.rank]
+            coming_home = self._receive(partials.home, nbytes, home_from, HOME, "its own gradients")
+        for step in steps:
+            self._doing = f"step {step.index} of {kind}"
+            moving = []
+            if step.receive_from is not None:
+                text = f"the parcel of rank {step.next_guest}"
+                moving += self._receive(there, cargo.nbytes[step.next_guest], step.receive_from, CARGO, text)
+            if partials is not None and step.partial_from is not None:
+                nbytes, text = partials.nbytes[step.guest], f"gradients of rank {step.guest}"
+                moving += self._receive(partials.arriving, nbytes, step.partial_from, PARTIAL, text)
+            if step.send_to is not None:
+                text = f"the parcel of rank {step.guest} to be taken"
+                moving += self._send(here, cargo.nbytes[step.guest], step.send_to, CARGO, text)
+            moving += outgoing
+            self._active = moving + coming_home
+            started = time.perf_counter()
+            if step.compute:
+                self._complete(visit(step, here, partials and partials.fresh))
+            elif partials is not None and step.index == 1 and step.partial_to is not None:
+                self._complete(partials.clear(partials.fresh, step.guest))
+            self.compute_seconds += time.perf_counter() - started
+            self._wait(moving)
+            if partials is not None and step.partial_to is not None:
+                outgoing = self._pass_on(partials, step)
+            here, there = there, here
+        self._doing = f"the end of {kind}"
+        self._wait(outgoing + coming_home)
+        self._active = []
+        self._doing = kind
+
+    def _pass_on(self, partials, step):
+        """Add this rank's share to the partial that has arrived, and send it on."""
+        started = time.perf_counter()
+        if step.partial_from is not None:
+            if step.compute:
+                self._complete(partials.add(partials.fresh, partials.arriving, step.guest))
+            else:
+                partials.fresh, partials.arriving = partials.arriving, partials.fresh
+        self.compute_seconds += time.perf_counter() - started
+        tag = HOME if step.partial_to == step.guest else PARTIAL
+        text = f"gradients of rank {step.guest} to be taken"
+        outgoing = self._send(partials.fresh, partials.nbytes[step.guest], step.partial_to, tag, text)
+        # What was sent one step ago has been waited for: it is free to be computed into.
+        partials.fresh, partials.sent = partials.sent, partials.fresh
+        return outgoing
+
+    def progress(self) -> None:
+        """Give MPI a chance to move messages: call it between tiles."""
+        if self._active:
+            MPI.Request.Testall([p.request for p in self._active])
+        now = time.perf_counter()
+        if now - self._heard > LISTEN:
+            self._listen(now)
+
+    def _complete(self, launch) -> None:
+        """Let MPI move messages until launched work is done."""
+        if launch is not None:
+            while not launch.done():
+                self.progress()
+
+    def _send(self, buffer, nbytes, to, tag, text):
+        self.bytes_sent += nbytes
+        pieces = _chunks(buffer, nbytes)
+        self.messages += len(pieces)
+        return [_Pending(self.comm.Isend([p, MPI.BYTE], to, tag), text, to, p) for p in pieces]
+
+    def _receive(self, buffer, nbytes, source, tag, text):
+        return [_Pending(self.comm.Irecv([p, MPI.BYTE], source, tag), text, source, p) for p in _chunks(buffer, nbytes)]
+
+    # ------------------------------------------------------------ waiting
+
+    def _wait(self, pending) -> None:
+        """Complete requests, or raise when the deadline has passed or another rank has stopped."""
+        requests = [p.request for p in pending]
+        began = time.perf_counter()
+        waited = 0.0
+        while not MPI.Request.Testall(requests):
+            # Spin, then yield, then sleep: with more ranks than cores the peer needs this core.
+            time.sleep(0 if waited < 5e-3 else 2e-5)
+            waited = time.perf_counter() - began
+            if waited > LISTEN and self.comm is not None:
+                self._listen(time.perf_counter())
+            if self.deadline is not None and waited > self.deadline:
+                self._overdue(pending, waited)
+        self.wait_seconds += time.perf_counter() - began
+
+    def _overdue(self, pending, waited) -> None:
+        """Call the roll and raise."""
+        late = [p for p in pending if not p.request.Test()]
+        if not late:
+            return
+        text = f"rank {self.rank} waited {waited:.1f} s (deadline {self.deadline} s) in {self._doing} for "
+        text += "; ".join(p.text if p.peer < 0 else f"{p.text} (rank {p.peer})" for p in late[:3])
+        if self.comm is not None and self.size > 1:
+            text += ". " + self._roll_call(late)
+        raise DeadlineError(text)
+
+    def _roll_call(self, late) -> str:
+        for rank in range(self.size):
+            self._notify(rank, None)
+        answers: dict[int, str] = {}
+        until = time.perf_counter() + SIGN
+        while time.perf_counter() < until and len(answers) < self.size - 1:
+            self._listen(time.perf_counter())
+            status = MPI.Status()
+            while self.comm.Iprobe(MPI.ANY_SOURCE, REPLY, status):
+                source = status.Get_source()
+                answers[source] = self._read(status)
+            time.sleep(1e-3)
+        silent = [rank for rank in range(self.size) if rank != self.rank and rank not in answers]
+        told = [f"No sign of {_ranks(silent)}"] if silent else ["All ranks answered"]
+        told += [f"rank {rank} is in {answers[rank]}" for rank in sorted({p.peer for p in late} & set(answers))]
+        return "; ".join(told)
+
+    def _listen(self, now) -> None:
+        """Answer roll calls; raise where another rank tells that it has stopped."""
+        self._heard = now
+        status = MPI.Status()
+        while self.comm.Iprobe(MPI.ANY_SOURCE, NOTICE, status):
+            source = status.Get_source()
+            notice = self._read(status)
+            if notice is None:
+                self._post(source, self._doing, REPLY)
+                continue
+            kind, text = notice
+            raise (DeadlineError if kind == "deadline" else PeerError)(text)
+
+    def _read(self, status):
+        room = np.empty(status.Get_count(MPI.BYTE), np.uint8)
+        self.comm.Recv([room, MPI.BYTE], status.Get_source(), status.Get_tag())
+        return pickle.loads(room.tobytes())
+
+    def _notify(self, rank, thing) -> None:
+        if rank != self.rank:
+            self._post(rank, thing, NOTICE)
+
+    def _post(self, rank, thing, tag) -> None:
+        """Send a few bytes and wait for nobody."""
+        data = np.frombuffer(pickle.dumps(thing), np.uint8)
+        self._litter.append(_Pending(self.comm.Isend([data, MPI.BYTE], rank, tag), "", rank, data))
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the other ranks that this one stops in the middle of a call; nothing more can be sent here."""
+        if self.broken is not None or self.comm is None:
+            return
+        self.broken = error
+        relayed = isinstance(error, (DeadlineError, PeerError)) and not str(error).startswith(f"rank {self.rank} ")
+        if not relayed:
+            late = isinstance(error, DeadlineError)
+            text = str(error) if late else f"rank {self.rank} stopped in {self._doing}: {type(error).__name__}: {error}"
+            for rank in range(self.size):
+                self._notify(rank, ("deadline" if late else "error", text))
+        for pending in self._active:
+            if pending.request != MPI.REQUEST_NULL and "taken" not in pending.text:
+                pending.request.Cancel()
+        self._litter += self._active  # their memory must outlive them
+        self._active = []
+
+
+def check_launcher(comm) -> None:
+    """Refuse what is no intracommunicator, and a job of many worlds of one rank each."""
+    if not isinstance(comm, MPI.Comm):
+        raise TypeError(f"comm: must be a communicator of mpi4py, got {comm!r}")
+    if comm == MPI.COMM_NULL:
+        raise ValueError("comm: is COMM_NULL; ranks that are not members must not make a BurstAttention")
+    if comm.Is_inter():
+        raise ValueError("comm: is an intercommunicator; merge it first (Intercomm.Merge)")
+    if MPI.COMM_WORLD.Get_size() > 1 or MPI.Comm.Compare(comm, MPI.COMM_SELF) == MPI.IDENT:
+        return
+    name, tasks = launched_tasks(os.environ)
+    if tasks > 1 and os.environ.get("BURSTMPI_ALLOW_SINGLETONS") != "1":
+        raise RuntimeError(
+            f"comm: the launcher started {tasks} tasks ({name}={tasks}), but MPI sees a world of 1 rank. "
+            "Launcher and MPI do not speak to each other: with Slurm and Open MPI use srun --mpi=pmix, with MPICH "
+            "srun --mpi=pmi2, or the mpiexec that belongs to this MPI. "
+            "For independent tasks on purpose pass MPI.COMM_SELF, or set BURSTMPI_ALLOW_SINGLETONS=1."
+        )
+
+
+def launched_tasks(environ) -> tuple[str, int]:
+    """Tell how many tasks a launcher says that it started, and which variable says so."""
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"):
+        if environ.get(name, "").isdigit() and int(environ[name]) > 1:
+            return name, int(environ[name])
+    return "", 1
+
+
+def deadline_of(value):
+    """The caller's deadline, or BURSTMPI_DEADLINE, or None."""
+    if value is None and os.environ.get("BURSTMPI_DEADLINE"):
+        try:
+            value = float(os.environ["BURSTMPI_DEADLINE"])
+        except ValueError:
+            raise ValueError(f"BURSTMPI_DEADLINE: must be seconds, got {os.environ['BURSTMPI_DEADLINE']!r}") from None
+        return checks.positive("BURSTMPI_DEADLINE", value)
+    return checks.positive("deadline", value)
+
+
+def _chunks(buffer, nbytes):
+    return [buffer[a : min(a + CHUNK, nbytes)] for a in range(0, nbytes, CHUNK)]
+
+
+def _ranks(ranks) -> str:
+    """[0, 1, 2, 5] → "ranks 0-2, 5"."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and runs[-1][1] == rank - 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    text = ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs[:8]) + (", ..." if len(runs) > 8 else "")
+    return ("rank " if len(ranks) == 1 else "ranks ") + text
+
+
+def _clip(text: str, width: int = 80) -> str:
+    return text if len(text) <= width else text[: width - 3] + "..."

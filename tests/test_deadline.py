@@ -1,0 +1,167 @@
+"""Nothing hangs: peers that never come, that are slow, and that stop in the middle of a call."""
+
+import os
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from support import problem, shards
+
+from burstmpi import BurstAttention, DeadlineError, PeerError
+from burstmpi.ring import launched_tasks
+
+SHORT = 0.4  # seconds
+
+
+def wait_for_all(comm):
+    """A barrier that does not need the library."""
+    comm.Barrier()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_peer_that_never_calls(comm):
+    absent = comm.size - 1
+    attn = BurstAttention(comm, deadline=SHORT)
+    q = np.zeros((1, 2, 1, 4))
+    if comm.rank != absent:
+        began = time.perf_counter()
+        with pytest.raises(DeadlineError) as caught:
+            attn.forward(q, q, q)
+        assert time.perf_counter() - began < 10
+        text = str(caught.value)
+        assert f"in forward for all ranks to make the same call. No sign of rank {absent}" in text
+        assert f"deadline {SHORT} s" in text and "waited" in text
+        with pytest.raises(RuntimeError, match="BurstAttention: an earlier call was broken off .*; close it"):
+            attn.forward(q, q, q)
+    wait_for_all(comm)
+    attn.close()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_peer_that_makes_no_object(comm):
+    absent = comm.size - 1
+    if comm.rank != absent:
+        with pytest.raises(DeadlineError, match="in construction for all ranks to make their BurstAttention"):
+            BurstAttention(comm, deadline=SHORT)
+    wait_for_all(comm)
+    if comm.rank == absent:  # it comes after all, and finds the others gone
+        with pytest.raises(DeadlineError, match=f"rank {absent} waited"):
+            BurstAttention(comm, deadline=SHORT)
+    wait_for_all(comm)
+
+
+def hinder(attn, monkeypatch, verb, deed):
+    """Do something else before a verb of the backend."""
+    real = getattr(attn._backend, verb)
+
+    def hindered(*args, **kwargs):
+        deed()
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(attn._backend, verb, hindered)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("call", ["forward", "backward"])
+def test_a_slow_peer_in_a_step(comm, monkeypatch, call):
+    p = problem(8 * comm.size)
+    attn = BurstAttention(comm, layout="contiguous", deadline=SHORT)
+    q, k, v, dout = shards(attn, p)
+    out, lse = attn.forward(q, k, v)
+    slow = comm.size - 1
+    if comm.rank == slow:
+        hinder(attn, monkeypatch, "attend" if call == "forward" else "attend_backward", lambda: time.sleep(6 * SHORT + 1))
+    with pytest.raises(DeadlineError) as caught:
+        attn.forward(q, k, v) if call == "forward" else attn.backward(dout, q, k, v, out, lse)
+    text = str(caught.value)
+    assert f"of {call} for " in text and "step " in text and "(rank " in text, text
+    texts = comm.allgather(text)
+    assert any(f"No sign of rank {slow}" in t for t in texts), texts
+    attn.close()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("backward", ["q", "kv"])
+def test_a_peer_that_stops_in_the_middle(comm, monkeypatch, backward):
+    """The others hear of it at once: here no deadline is near."""
+    p = problem(8 * comm.size)
+    attn = BurstAttention(comm, layout="contiguous", backward=backward, deadline=50)
+    q, k, v, dout = shards(attn, p)
+    out, lse = attn.forward(q, k, v)
+
+    def stumble():
+        raise FloatingPointError("sparks in the kernel")
+
+    if comm.rank == 1:
+        hinder(attn, monkeypatch, "attend_backward", stumble)
+    began = time.perf_counter()
+    with pytest.raises(FloatingPointError if comm.rank == 1 else PeerError) as caught:
+        attn.backward(dout, q, k, v, out, lse)
+    assert time.perf_counter() - began < 20
+    if comm.rank != 1:
+        assert "rank 1 stopped in step 0 of backward: FloatingPointError: sparks in the kernel" in str(caught.value)
+    with pytest.raises(RuntimeError, match="an earlier call was broken off"):
+        attn.forward(q, k, v)
+    attn.close()
+    wait_for_all(comm)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_rank_without_memory(comm, monkeypatch):
+    """All ranks raise alike, nothing is sent, and the object works on."""
+    with BurstAttention(comm, layout="contiguous") as attn:
+        q = np.zeros((1, 2, 1, 4))
+        if comm.rank == 0:
+
+            def no_memory(nbytes):
+                raise MemoryError("the shop is sold out")
+
+            monkeypatch.setattr(attn._backend, "allocate", no_memory)
+        with pytest.raises(MemoryError, match=r"rank 0: workspace: \d+ bytes could not be allocated \(the shop is sold out\)"):
+            attn.forward(q, q, q)
+        monkeypatch.undo()
+        attn.forward(q, q, q)
+
+
+# ---------------------------------------------------------------- launchers
+
+
+@pytest.mark.parametrize(
+    "environ, expected",
+    [
+        ({}, ("", 1)),
+        ({"PMI_SIZE": "4"}, ("PMI_SIZE", 4)),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, ("OMPI_COMM_WORLD_SIZE", 2)),
+        ({"SLURM_STEP_NUM_TASKS": "3", "SLURM_NTASKS": "3"}, ("SLURM_STEP_NUM_TASKS", 3)),
+        ({"SLURM_NTASKS": "8"}, ("", 1)),  # a batch script that runs python itself, with no srun
+        ({"PMI_SIZE": "1"}, ("", 1)),
+        ({"PMI_SIZE": "many"}, ("", 1)),
+    ],
+)
+def test_launched_tasks(environ, expected):
+    assert launched_tasks(environ) == expected
+
+
+MAKE = "from mpi4py import MPI; import burstmpi; burstmpi.BurstAttention(MPI.COMM_{}).close(); print('made')"
+
+
+@pytest.mark.parametrize(
+    "comm_name, extra, made", [("WORLD", {}, False), ("SELF", {}, True), ("WORLD", {"BURSTMPI_ALLOW_SINGLETONS": "1"}, True)]
+)
+def test_many_worlds_of_one_rank_are_noticed(comm_name, extra, made):
+    """A process that some launcher started as one of four, while its MPI knows of no other."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_COMM", "PMI"))}
+    done = subprocess.run(
+        [sys.executable, "-c", MAKE.format(comm_name)],
+        env=environ | {"SLURM_STEP_NUM_TASKS": "4"} | extra,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    if made:
+        assert done.stdout.strip() == "made", done.stderr
+    else:
+        assert "the launcher started 4 tasks (SLURM_STEP_NUM_TASKS=4), but MPI sees a world of 1 rank" in done.stderr
+        assert "srun --mpi=pmix" in done.stderr and done.returncode != 0

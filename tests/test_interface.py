@@ -1,0 +1,143 @@
+"""The interface as programs use it: communicators, buffers, strides, statistics."""
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+from support import check, collect, problem, run, shards, truth
+
+import burstmpi
+from burstmpi import BurstAttention
+
+pytestmark = pytest.mark.mpi
+
+
+def test_sub_communicators(comm):
+    """Two groups at the same time, each with its own sequence."""
+    group = comm.Split(comm.rank % 2, key=-comm.rank)
+    p = problem(10, seed=comm.rank % 2)
+    with BurstAttention(group, causal=True) as attn:
+        check(run(attn, p), truth(p, {"causal": True}))
+    group.Free()
+
+
+def test_cartesian_communicators(comm):
+    cart = comm.Create_cart([comm.size], periods=[True], reorder=True)
+    p = problem(10)
+    with BurstAttention(cart, window=(3, 3)) as attn:
+        check(run(attn, p), truth(p, {"window": (3, 3)}))
+    cart.Free()
+
+
+def test_comm_self(comm):
+    p = problem(10, seed=comm.rank)
+    with BurstAttention(MPI.COMM_SELF) as attn:
+        check(run(attn, p), truth(p, {}))
+        assert attn.stats.messages == attn.stats.bytes_sent == 0
+
+
+def test_two_objects_at_once(comm):
+    """Their messages do not mix: each has a communicator of its own, and the caller's is left alone."""
+    p, other = problem(10), problem(13, seed=1)
+    request = comm.irecv(source=MPI.ANY_SOURCE, tag=MPI.ANY_TAG)
+    with BurstAttention(comm, causal=True) as a, BurstAttention(comm, layout="striped", softcap=1.0) as b:
+        first, second, third = run(a, p), run(b, other), run(a, other)
+    check(first, truth(p, {"causal": True}))
+    check(second, truth(other, {"softcap": 1.0}))
+    check(third, truth(other, {"causal": True}))
+    comm.send("mine", dest=comm.rank, tag=1)
+    assert request.wait() == "mine"
+
+
+def test_many_objects(comm):
+    """Closing gives the communicator back: far more objects than an MPI has communicators of a size."""
+    for _ in range(300):
+        with BurstAttention(comm):
+            pass
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("backward", ["q", "kv"])
+def test_callers_buffers(comm, dtype, backward):
+    p = problem(21, dtype=dtype)
+    with BurstAttention(comm, causal=True, backward=backward) as attn:
+        q, k, v, dout = shards(attn, p)
+        accumulator = np.float32
+        # Some of them strided: every second row of a larger array, and heads before rows.
+        out = np.full((2, 2 * q.shape[1], 4, 6), np.nan, q.dtype)[:, ::2]
+        lse = np.full((2, q.shape[1], 4), np.nan, accumulator).swapaxes(1, 2)
+        got = attn.forward(q, k, v, out=out, lse=lse)
+        assert got[0] is out and got[1] is lse
+        dq = np.full((2, 4, q.shape[1], 8), np.nan, q.dtype).swapaxes(1, 2)
+        dk, dv = np.full_like(k, np.nan), np.full_like(v, np.nan)
+        grads = attn.backward(dout, q, k, v, out, lse, dq=dq, dk=dk, dv=dv)
+        assert grads[0] is dq and grads[1] is dk and grads[2] is dv
+        check(collect(attn, out, lse, dq, dk, dv), truth(p, {"causal": True}))
+
+
+def test_views_of_a_fused_array(comm):
+    p = problem(18, heads=3, kv_heads=3, d=8, dv=8, dtype="float32")
+    with BurstAttention(comm, layout="striped") as attn:
+        q, k, v, dout = shards(attn, p)
+        fused = np.stack([q, k, v], axis=2)  # (batch, rows, 3, heads, d), as a projection leaves it
+        views = [fused[:, :, i] for i in range(3)]
+        back = dout[:, ::-1][:, ::-1]
+        out, lse = attn.forward(*views)
+        check(collect(attn, out, lse, *attn.backward(back, *views, out, lse)), truth(p, {}))
+        # Heads before rows, and a head dim that is not the fastest axis.
+        turned = [np.ascontiguousarray(x.transpose(0, 2, 3, 1)).transpose(0, 3, 1, 2) for x in (q, k, v)]
+        again, _ = attn.forward(*turned)
+        np.testing.assert_allclose(again, out, rtol=1e-5, atol=1e-6)
+
+
+def test_inputs_are_left_alone(comm):
+    p = problem(12)
+    with BurstAttention(comm, causal=True) as attn:
+        q, k, v, dout = shards(attn, p)
+        out, lse = attn.forward(q, k, v)
+        before = [x.copy() for x in (q, k, v, dout, out, lse)]
+        for x in (q, k, v, dout, out, lse):
+            x.flags.writeable = False
+        attn.backward(dout, q, k, v, out, lse)
+        for x, old in zip((q, k, v, dout, out, lse), before):
+            np.testing.assert_array_equal(x, old)
+
+
+def test_rows_that_see_nothing(comm):
+    """Causal with fewer keys than queries: the first queries see no key."""
+    p = problem(20, 6)
+    with BurstAttention(comm, causal=True) as attn:
+        got = run(attn, p)
+    assert (got["out"][:, :14] == 0).all() and (got["lse"][:, :, :14] == -np.inf).all() and (got["dq"][:, :14] == 0).all()
+    check(got, truth(p, {"causal": True}))
+
+
+def test_stats(comm):
+    p = problem(64, dtype="float32")
+    with BurstAttention(comm, causal=True, layout="contiguous", backward="kv") as attn:
+        assert attn.stats == burstmpi.Stats()
+        q, k, v, dout = shards(attn, p)
+        out, lse = attn.forward(q, k, v)
+        forward = attn.stats
+        attn.backward(dout, q, k, v, out, lse)
+        backward = attn.stats
+    assert (forward.call, forward.travels) == ("forward", "kv") and (backward.call, backward.travels) == ("backward", "kv")
+    assert forward.compute_seconds > 0 and forward.wait_seconds >= 0 and backward.compute_seconds > 0
+    if comm.size > 1:
+        assert comm.allreduce(forward.tiles_skipped) > 0  # blocks above the diagonal
+    assert forward.tiles > 0 and forward.bytes_sent % 4 == 0
+
+
+def test_merge_of_parts_from_the_ring(comm):
+    """Two calls over halves of the keys merge into one over all of them."""
+    p = problem(8, 24)
+    with BurstAttention(comm, layout="contiguous") as attn:
+        q = attn.shard(p.q)
+        parts = [attn.forward(q, attn.shard(p.k[:, part]), attn.shard(p.v[:, part])) for part in (slice(9), slice(9, 24))]
+        out, lse = burstmpi.merge(*parts[0], *parts[1])
+        got = {"out": attn.gather(out), "lse": attn.gather(lse, axis=2)}
+    check(got, truth(p, {}))
+
+
+def test_public_names():
+    assert set(burstmpi.__all__) <= set(dir(burstmpi))
+    assert burstmpi.__doc__ and all(getattr(burstmpi, name).__doc__ for name in burstmpi.__all__)

@@ -1,0 +1,168 @@
+"""The whole way, under MPI: rules × layouts × types × both backward ways, against dense attention."""
+
+from functools import cache
+
+import numpy as np
+import pytest
+from support import LAYOUTS, RULES, TYPES, check, collect, layout_of, problem, rules, run, shards, truth
+
+import burstmpi
+from burstmpi import BurstAttention
+
+pytestmark = pytest.mark.mpi
+
+LENGTH = 29
+
+
+@cache
+def case(rule, nk, dtype, **shape):
+    p = problem(LENGTH, nk, dtype=dtype, seed=nk)
+    options = rules(LENGTH, nk, 4)[rule]
+    return p, options, truth(p, options)
+
+
+@pytest.mark.parametrize("backward", ["q", "kv"])
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("rule", RULES)
+def test_self_attention(comm, rule, layout, dtype, backward):
+    p, options, expected = case(rule, LENGTH, dtype)
+    with BurstAttention(comm, layout=layout_of(layout, LENGTH, LENGTH, comm), backward=backward, **options) as attn:
+        check(run(attn, p), expected)
+        assert attn.stats.travels == backward
+
+
+@pytest.mark.parametrize("backward", ["q", "kv"])
+@pytest.mark.parametrize("nk", [12, 40])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("rule", RULES)
+def test_cross_attention(comm, rule, layout, nk, backward):
+    p, options, expected = case(rule, nk, "float64")
+    with BurstAttention(comm, layout=layout_of(layout, LENGTH, nk, comm), backward=backward, **options) as attn:
+        check(run(attn, p), expected)
+
+
+@pytest.mark.parametrize("backward", ["q", "kv"])
+@pytest.mark.parametrize("rule", RULES)
+def test_reference_backend(comm, rule, backward):
+    p, options, expected = case(rule, LENGTH, "float32")
+    with BurstAttention(comm, backend="reference", backward=backward, **options) as attn:
+        check(run(attn, p), expected)
+        assert attn.stats.backend == "reference"
+
+
+@pytest.mark.parametrize("backward", ["q", "kv"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("nq, nk", [(1, 1), (7, 7), (8, 8), (9, 9), (1, 30), (30, 1), (0, 5), (5, 0), (0, 0)])
+def test_any_length_on_any_number_of_ranks(comm, nq, nk, layout, backward):
+    p = problem(nq, nk, batch=1, heads=2, kv_heads=1, d=4, dv=4)
+    with BurstAttention(comm, layout=layout_of(layout, nq, nk, comm), backward=backward, causal=True) as attn:
+        check(run(attn, p), truth(p, {"causal": True}))
+
+
+@pytest.mark.parametrize("backward", ["q", "kv"])
+@pytest.mark.parametrize("heads, kv_heads, d, dv", [(1, 1, 1, 1), (6, 2, 5, 9), (4, 1, 16, 3), (3, 3, 40, 40)])
+def test_heads_and_head_dims(comm, heads, kv_heads, d, dv, backward):
+    p = problem(17, batch=3, heads=heads, kv_heads=kv_heads, d=d, dv=dv, dtype="float32")
+    with BurstAttention(comm, backward=backward, causal=True) as attn:
+        check(run(attn, p), truth(p, {"causal": True}))
+
+
+@pytest.mark.parametrize("spread", [8.0, 40.0, 200.0])
+def test_wide_logits(comm, spread):
+    p = problem(LENGTH, spread=spread, dtype="float32")
+    with BurstAttention(comm, causal=True) as attn:
+        check(run(attn, p), truth(p, {"causal": True}))
+
+
+def test_contiguous_rows_as_the_program_holds_them(comm):
+    """Rows cut unevenly by the caller, some ranks with none."""
+    rows = [(5 * r + 3) % 7 if r % 3 != 1 else 0 for r in range(comm.size)]
+    start, stop = sum(rows[: comm.rank]), sum(rows[: comm.rank + 1])
+    p = problem(sum(rows))
+    expected = truth(p, {"window": (4, 1)})
+    with BurstAttention(comm, layout="contiguous", window=(4, 1)) as attn:
+        q, k, v, dout = (x[:, start:stop] for x in (p.q, p.k, p.v, p.dout))
+        out, lse = attn.forward(q, k, v)
+        check(collect(attn, out, lse, *attn.backward(dout, q, k, v, out, lse)), expected)
+
+
+def test_one_tile_after_another(comm, monkeypatch):
+    """Tiles much smaller than a block: empty, full and cut ones, tails on both sides."""
+    monkeypatch.setattr("burstmpi.backends.numpy.ROWS", 8)
+    monkeypatch.setattr("burstmpi.backends.numpy.KEYS", 5)
+    monkeypatch.setattr("burstmpi.backends.numpy.LEAST", 3)
+    for rule, options in rules(101, 101, 6).items():
+        p = problem(101, heads=6, kv_heads=2, dtype="float32")
+        with BurstAttention(comm, layout="contiguous", backend="numpy", **options) as attn:
+            q, k, v, dout = shards(attn, p)
+            out, lse = attn.forward(q, k, v)
+            tiles, skipped = attn.stats.tiles, attn.stats.tiles_skipped
+            results = collect(attn, out, lse, *attn.backward(dout, q, k, v, out, lse))
+        try:
+            check(results, truth(p, options))
+        except AssertionError as error:
+            raise AssertionError(f"{rule}: {error}") from None
+        total_tiles, total_skipped = comm.allreduce(tiles), comm.allreduce(skipped)
+        if rule in ("full", "softcap", "alibi", "scale"):
+            assert total_skipped == 0 and total_tiles > 0
+        if rule == "window":
+            assert total_skipped > 4 * total_tiles  # at most a few diagonals of tiles are computed
+
+
+def test_functions(comm):
+    p, options, expected = case("causal", LENGTH, "float64")
+    with BurstAttention(comm, layout="striped", causal=True) as attn:
+        q, k, v, dout = shards(attn, p)
+        out, lse = burstmpi.forward(comm, q, k, v, layout="striped", causal=True)
+        grads = burstmpi.backward(comm, dout, q, k, v, out, lse, layout="striped", causal=True, backward="kv")
+        check(collect(attn, out, lse, *grads), expected)
+
+
+def test_the_same_call_twice_gives_the_same_bits(comm):
+    p, options, _ = case("everything", LENGTH, "float32")
+    with BurstAttention(comm, **options) as attn, BurstAttention(comm, **options) as other:
+        first, second, third = run(attn, p), run(attn, p), run(other, p)
+    for name in first:
+        assert first[name].tobytes() == second[name].tobytes() == third[name].tobytes(), name
+
+
+def test_shapes_may_change_from_call_to_call(comm):
+    with BurstAttention(comm, causal=True) as attn:
+        for length, dtype in ((5, "float32"), (40, "float16"), (5, "float32"), (11, "float64"), (40, "float16")):
+            p = problem(length, dtype=dtype)
+            check(run(attn, p), truth(p, {"causal": True}))
+
+
+@pytest.mark.parametrize("backward", ["q", "kv"])
+def test_finite_differences(comm, backward):
+    """The loss sum(out * dout) along a random direction, through the ring."""
+    p = problem(15, batch=1, seed=8)
+    options = rules(15, 15, 4)["everything"]
+    rng = np.random.default_rng(1)
+    with BurstAttention(comm, backward=backward, **options) as attn:
+        q, k, v, dout = shards(attn, p)
+        out, lse = attn.forward(q, k, v)
+        gradients = attn.backward(dout, q, k, v, out, lse)
+        for which, gradient in enumerate(gradients):
+            along = attn.shard(rng.standard_normal((p.q, p.k, p.v)[which].shape))
+            losses = []
+            for step in (1e-6, -1e-6):
+                moved = [x + step * along if i == which else x for i, x in enumerate((q, k, v))]
+                losses.append(comm.allreduce((attn.forward(*moved)[0] * dout).sum()))
+            slope = (losses[0] - losses[1]) / 2e-6
+            assert slope == pytest.approx(comm.allreduce((gradient * along).sum()), rel=1e-6, abs=1e-8)
+
+
+@pytest.mark.parametrize("backward", ["q", "kv"])
+@pytest.mark.parametrize("rule", ["full", "documents, causal, window", "alibi"])
+def test_dot(comm, rule, backward):
+    """out is linear in v: <out(v), dout> = <v, dv(dout)>, exactly but for rounding."""
+    p, options, _ = case(rule, LENGTH, "float64")
+    with BurstAttention(comm, backward=backward, **options) as attn:
+        q, k, v, dout = shards(attn, p)
+        out, lse = attn.forward(q, k, v)
+        _, _, dv = attn.backward(dout, q, k, v, out, lse)
+    forward_side, backward_side = comm.allreduce((out * dout).sum()), comm.allreduce((v * dv).sum())
+    size = comm.allreduce(np.abs(out * dout).sum())
+    assert abs(forward_side - backward_side) <= 50 * np.finfo(float).eps * size

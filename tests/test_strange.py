@@ -1,0 +1,80 @@
+"""NaN and infinities in the input reach the rows that see them, and no others."""
+
+import numpy as np
+import pytest
+from support import problem, rules, run
+
+from burstmpi import BurstAttention
+from burstmpi.backends import reference
+from burstmpi.rules import Rules
+
+LENGTH = 22
+
+
+def spoil(p, what, row, value):
+    getattr(p, what)[:, row] = value
+    return p
+
+
+def reached(what, row, options):
+    """Which rows of out and dq, and of dk and dv, may notice what is strange in one row."""
+    mask, _ = reference.visible(Rules(**options), LENGTH, LENGTH)
+    if what in ("k", "v"):
+        queries = mask[:, row]
+        keys = mask[queries].any(axis=0)  # through delta and the softmax of the queries that saw it
+        keys[row] = True
+    else:
+        queries = np.arange(LENGTH) == row
+        keys = mask[row]
+    return queries, keys
+
+
+def spoiled_rows(results):
+    bad = {name: ~np.isfinite(x.astype(float)).all(axis=(0, 2, 3)) for name, x in results.items() if name != "lse"}
+    return bad["out"] | bad["dq"], bad["dk"] | bad["dv"]
+
+
+CASES = [(what, value) for what in ("q", "k", "v", "dout") for value in (np.nan, np.inf)]
+
+
+@pytest.mark.parametrize("rule", ["window", "documents", "documents, causal, window", "causal"])
+@pytest.mark.parametrize("what, value", CASES)
+def test_reference(rule, what, value):
+    options = rules(LENGTH, LENGTH, 4)[rule]
+    clean, dirty = problem(LENGTH), spoil(problem(LENGTH), what, 9, value)
+    queries, keys = reached(what, 9, options)
+    got = []
+    for p in (clean, dirty):
+        with np.errstate(all="ignore"):
+            out, lse = reference.forward(p.q, p.k, p.v, **options)
+            dq, dk, dv = reference.backward(p.dout, p.q, p.k, p.v, out, lse, **options)
+        got.append({"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv})
+    bad_queries, bad_keys = spoiled_rows(got[1])
+    assert bad_queries.any() or bad_keys.any()
+    assert not (bad_queries & ~queries).any() and not (bad_keys & ~keys).any()
+    for name, rows in (("out", ~queries), ("dq", ~queries), ("dk", ~keys), ("dv", ~keys)):
+        np.testing.assert_array_equal(got[1][name][:, rows], got[0][name][:, rows])
+
+
+@pytest.mark.mpi(ranks=(1, 2, 3))
+@pytest.mark.parametrize("backward", ["q", "kv"])
+@pytest.mark.parametrize("layout", ["zigzag", "striped"])
+@pytest.mark.parametrize("rule", ["window", "documents, causal, window"])
+@pytest.mark.parametrize("what, value", CASES)
+def test_ring(comm, rule, layout, what, value, backward):
+    """The same rows are strange as in the reference; all others are as if nothing had happened."""
+    options = rules(LENGTH, LENGTH, 4)[rule]
+    dirty = spoil(problem(LENGTH), what, 9, value)
+    with np.errstate(all="ignore"):
+        out, lse = reference.forward(dirty.q, dirty.k, dirty.v, **options)
+        dq, dk, dv = reference.backward(dirty.dout, dirty.q, dirty.k, dirty.v, out, lse, **options)
+    expected = {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+    with BurstAttention(comm, layout=layout, backward=backward, **options) as attn:
+        got = run(attn, dirty)
+    for name in expected:
+        rows = -1 if name == "lse" else 1
+        strange = lambda x: ~np.isfinite(np.moveaxis(np.where(x == -np.inf, 0, x), rows, 0).reshape(LENGTH, -1)).all(axis=1)  # noqa: B023, E731
+        np.testing.assert_array_equal(strange(got[name]), strange(expected[name]), err_msg=name)
+        sane = ~strange(expected[name])
+        index = (slice(None), slice(None), sane) if name == "lse" else (slice(None), sane)
+        np.testing.assert_allclose(got[name][index], expected[name][index], rtol=1e-10, atol=1e-12, err_msg=name)
