@@ -18,10 +18,13 @@ import sys
 import threading
 import time
 import traceback
+from pathlib import Path
 
 import pytest
 
-WATCHDOG_SECONDS = float(os.environ.get("BURSTMPI_TEST_WATCHDOG", 55))  # for one test, all its phases together
+# A hang ends within a minute: one test, all its phases together, may take this long.
+WATCHDOG_SECONDS = float(os.environ.get("BURSTMPI_TEST_WATCHDOG", 45))
+BLOCKED_SECONDS = 12  # so much later where the interpreter itself is blocked
 TRACEBACKS_SHOWN = 3  # different ones per failure
 
 
@@ -48,7 +51,7 @@ class Watchdog:
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def start(self, task: str) -> None:
-        faulthandler.dump_traceback_later(WATCHDOG_SECONDS + 8, exit=True, file=self.stderr)
+        faulthandler.dump_traceback_later(WATCHDOG_SECONDS + BLOCKED_SECONDS, exit=True, file=self.stderr)
         self._set(task, time.monotonic() + WATCHDOG_SECONDS)
 
     def stop(self) -> None:
@@ -64,9 +67,10 @@ class Watchdog:
         with self.changed:
             while (left := self.deadline - time.monotonic()) > 0:
                 self.changed.wait(min(left, 1e6))
-            stack = "".join(traceback.format_stack(sys._current_frames()[self.watched])[-12:])
-            text = f"\n{self.name}: {self.task} hangs, {WATCHDOG_SECONDS:g} s are over. Its stack:\n{stack}"
-            os.write(self.stderr, text.encode())
+            os.write(self.stderr, f"\n{self.name}: {self.task} hangs, {WATCHDOG_SECONDS:g} s are over\n".encode())
+            calls = traceback.extract_stack(sys._current_frames()[self.watched], limit=20)  # the innermost ones
+            ours = [call for call in calls if not {"pluggy", "_pytest"} & set(Path(call.filename).parts)]
+            os.write(self.stderr, f"{self.name} is at\n{''.join(traceback.format_list(ours))}".encode())
             time.sleep(2)  # the other ranks write theirs before the launcher ends them
             os._exit(1)
 

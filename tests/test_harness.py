@@ -179,7 +179,7 @@ def test_hang(comm):
         waits_for_ever(comm)
 """, BURSTMPI_TEST_WATCHDOG=4)
     assert done.returncode != 0
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 45
     for rank in range(3):
         assert f"rank {rank} of 3: test_it.py::test_hang hangs, 4 s are over" in done.stderr
     assert done.stderr.count("in waits_for_ever") == 2
