@@ -422,9 +422,13 @@ def check_launcher(comm) -> None:
 
 
 def launched_tasks(environ) -> tuple[str, int]:
-    """Tell how many tasks a launcher says that it started, and which variable says so."""
+    """Tell how many tasks the launcher says that it started, and which variable says so.
+
+    The innermost launcher decides: under mpirun inside Slurm the step's tasks are mpirun's daemons.  SLURM_NTASKS does
+    not count at all: it is the allocation's, and a batch script that runs python without srun is one process.
+    """
     for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"):
-        if environ.get(name, "").isdigit() and int(environ[name]) > 1:
+        if environ.get(name, "").isdigit():
             return name, int(environ[name])
     return "", 1
 
