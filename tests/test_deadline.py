@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import subprocess
 import sys
 import time
@@ -89,19 +90,25 @@ def hinder(attn, monkeypatch, verb, deed):
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("call", ["forward", "backward"])
 def test_a_slow_peer_in_a_step(comm, monkeypatch, call):
-    p = problem(8 * comm.size)
-    attn = BurstAttention(comm, layout="contiguous", deadline=SHORT)
+    """Parcels of half a megabyte, which no MPI sends before they are asked for: somebody must wait."""
+    p = problem(64 * comm.size, heads=4, kv_heads=4, d=64, dv=64)
+    attn = BurstAttention(comm, layout="contiguous", deadline=5)
     q, k, v, dout = shards(attn, p)
     out, lse = attn.forward(q, k, v)
+    attn._ring.deadline = SHORT
     slow = comm.size - 1
     if comm.rank == slow:
         hinder(attn, monkeypatch, "attend" if call == "forward" else "attend_backward", lambda: time.sleep(6 * SHORT + 1))
-    with pytest.raises(DeadlineError) as caught:
+    text = None  # a rank that needs nothing more of the slow one may finish
+    try:
         attn.forward(q, k, v) if call == "forward" else attn.backward(dout, q, k, v, out, lse)
-    text = str(caught.value)
-    assert f"of {call} for " in text and "step " in text and "(rank " in text, text
-    texts = comm.allgather(text)
-    assert any(f"No sign of rank {slow}" in t for t in texts), texts
+    except DeadlineError as error:
+        text = str(error)
+    texts = [t for t in comm.allgather(text) if t is not None]
+    assert all(f"of {call} for " in t and "(rank " in t for t in texts), texts
+    assert any(re.search(rf"in (step \d|the end) .*No sign of ranks? .*\b{slow}\b", t) for t in texts), texts
+    with pytest.raises(RuntimeError if text else DeadlineError, match="waited"):  # all have heard of it by now
+        attn.forward(q, k, v)
     attn.close()
 
 
