@@ -109,7 +109,7 @@ class BurstAttention:
         problem = wait = None
         try:
             wait = deadline_of(deadline)
-        except (TypeError, ValueError) as error:
+        except Exception as error:
             problem = error
         self._ring = Ring(comm, wait)
         self._closed = False
@@ -133,15 +133,16 @@ class BurstAttention:
                 "backend": self._backend.name,
                 "deadline": wait,
             }
-        except (TypeError, ValueError) as error:
+        except Exception as error:
             problem = error
         explicit = tuple(None if isinstance(x, str) else x for x in layouts)
         try:
-            everyone = self._ring.settle(common, explicit, problem)
-            self._layouts = tuple(
-                name if mine is None else check_explicit([theirs[side] for theirs in everyone])
-                for side, (name, mine) in enumerate(zip(layouts, explicit))
-            )
+            with self._guard(TypeError, ValueError):
+                everyone = self._ring.settle(common, explicit, problem)
+                self._layouts = tuple(
+                    name if mine is None else check_explicit([theirs[side] for theirs in everyone])
+                    for side, (name, mine) in enumerate(zip(layouts, explicit))
+                )
         except (TypeError, ValueError):
             self.close()
             raise
@@ -198,16 +199,15 @@ class BurstAttention:
         This rank's rows, a new C-contiguous array
         """
         ring, layout = self._start("shard"), None
-        owner = root in (None, ring.rank)
         problem, told = None, None
         try:
             layout = self._side(side)
             self._root(root)
-            if owner:
+            if root in (None, ring.rank):
                 self._movable(x, axis)
                 place(layout, x.shape[axis], ring.size)
                 told = (x.shape, x.dtype)
-        except (TypeError, ValueError) as error:
+        except Exception as error:
             problem = error
         common = {"call": "shard", "side": side, "axis": axis, "root": root}
         if root is None and told is not None:
@@ -244,7 +244,7 @@ class BurstAttention:
             self._movable(x, axis)
             rows = x.shape[axis]
             rest = {"shape": (*x.shape[:axis], "rows", *x.shape[axis + 1 :]), "dtype": x.dtype.name}
-        except (TypeError, ValueError) as error:
+        except Exception as error:
             problem = error
         common = {"call": "gather", "side": side, "axis": axis, "root": root, **rest}
         counts = self._settle(common, rows, problem)
@@ -476,7 +476,7 @@ class BurstAttention:
             dims, rows = self._check(arrays, results)
             key = (dims, rows)
             common |= dims.describe()
-        except (TypeError, ValueError) as error:
+        except Exception as error:
             problem = error
         plan = self._plans.get(key)
         fits = plan is not None and self._fits(plan.nbytes(call))
@@ -576,7 +576,7 @@ class BurstAttention:
             rows = (q[1], k[1])
             key = (dims, rows)
             common |= dims.describe()
-        except (TypeError, ValueError) as error:
+        except Exception as error:
             problem = error
         plan = self._plans.get(key)
         with self._guard():

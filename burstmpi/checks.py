@@ -42,7 +42,10 @@ def positive(name, value):
         return None
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name}: must be a number or None, got {value!r}")
-    value = float(value)
+    try:
+        value = float(value)
+    except OverflowError:
+        raise ValueError(f"{name}: must be finite and above 0, got a number beyond float64") from None
     if not math.isfinite(value) or value <= 0:
         raise ValueError(f"{name}: must be finite and above 0, got {value!r}")
     return value
@@ -73,6 +76,8 @@ def slopes(value):
         array = np.asarray(value, np.float64)
     except (TypeError, ValueError):
         raise TypeError(f"alibi_slopes: must be a vector of numbers, got {value!r}") from None
+    except OverflowError:
+        raise ValueError("alibi_slopes: must be finite, got a number beyond float64 among them") from None
     if array.ndim != 1 or not len(array):
         raise ValueError(f"alibi_slopes: must have shape (heads,), got shape {array.shape}")
     if not np.isfinite(array).all():

@@ -151,17 +151,18 @@ class Ring:
         -------
         The private parts of all ranks, in the order of ranks.
         """
-        told = None if error is None else (type(error), str(error))
-        everyone = self.exchange((told, common, private))
+        told = None if error is None else _as_told(error)
+        said = {name: repr(value) for name, value in common.items()}  # a value need not be picklable
+        everyone = self.exchange((told, said, private))
         errors = {rank: told for rank, (told, _, _) in enumerate(everyone) if told is not None}
         if errors:
             kind, text = errors[min(errors)]
             same = [rank for rank, told in errors.items() if told == (kind, text)]
             raise kind(text if len(same) == self.size else f"{_ranks(same)}: {text}")
-        for name in common:
+        for name in said:
             values: dict[str, list[int]] = {}
             for rank, (_, theirs, _) in enumerate(everyone):
-                values.setdefault(repr(theirs.get(name, "not given")), []).append(rank)
+                values.setdefault(theirs.get(name, "nothing"), []).append(rank)
             if len(values) > 1:
                 parts = ", ".join(f"{_clip(value)} on {_ranks(ranks)}" for value, ranks in values.items())
                 raise ValueError(f"{name}: must be the same on all ranks, got {parts}")
@@ -463,6 +464,14 @@ def _ranks(ranks) -> str:
             runs.append([rank, rank])
     text = ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs[:8]) + (", ..." if len(runs) > 8 else "")
     return ("rank " if len(ranks) == 1 else "ranks ") + text
+
+
+def _as_told(error):
+    """An exception as (type, text): a type that any rank can make from a text alone."""
+    for kind in (TypeError, ValueError, MemoryError):
+        if type(error) is kind:
+            return kind, str(error)
+    return ValueError, f"{type(error).__name__}: {error}"
 
 
 def _clip(text: str, width: int = 80) -> str:
