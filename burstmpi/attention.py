@@ -217,13 +217,12 @@ class BurstAttention:
         where = place(layout, shape[axis], ring.size)
         if root is None:
             return np.ascontiguousarray(np.take(x, where.positions(ring.rank), axis=axis))
-        rows = where.rows[ring.rank]
-        mine = np.empty((*shape[:axis], rows, *shape[axis + 1 :]), dtype)
 
         def part(rank):
             return _bytes(np.ascontiguousarray(np.take(x, where.positions(rank), axis=axis)))
 
         with self._guard():
+            mine = np.empty((*shape[:axis], where.rows[ring.rank], *shape[axis + 1 :]), dtype)
             ring.scatter_bytes(part, _bytes(mine), root)
         return mine
 
@@ -250,11 +249,11 @@ class BurstAttention:
         counts = self._settle(common, rows, problem)
         where = placement_of(layout, counts, side)
         whole = None
-        if root in (None, ring.rank):
-            whole = np.empty((*x.shape[:axis], where.length, *x.shape[axis + 1 :]), x.dtype)
         row_bytes = x.nbytes // rows if rows else int(np.prod(x.shape[:axis] + x.shape[axis + 1 :])) * x.itemsize
         sizes = [count * row_bytes for count in counts]
         with self._guard():
+            if root in (None, ring.rank):
+                whole = np.empty((*x.shape[:axis], where.length, *x.shape[axis + 1 :]), x.dtype)
             for rank, part in enumerate(ring.gather_bytes(_bytes(np.ascontiguousarray(x)), sizes, root)):
                 if whole is not None:
                     shape = (*x.shape[:axis], counts[rank], *x.shape[axis + 1 :])
@@ -486,9 +485,10 @@ class BurstAttention:
             plan = self._plan(common, dims, rows, key, problem)
         if not (known and ready):
             self._reserve(plan.nbytes(call))
-        for name, (shape, dtype) in plan.results(call).items():
-            if results[name] is None:
-                results[name] = np.empty(shape, dtype)
+        with self._guard():
+            for name, (shape, dtype) in plan.results(call).items():
+                if results[name] is None:
+                    results[name] = np.empty(shape, dtype)
         return plan
 
     def _check(self, arrays, results):

@@ -155,6 +155,43 @@ def test_a_rank_without_memory(comm, monkeypatch):
         attn.forward(q, q, q)
 
 
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("call", ["forward", "gather", "shard"])
+def test_a_rank_without_memory_for_results(comm, monkeypatch, call):
+    """The others hear of it, with no deadline near."""
+    attn = BurstAttention(comm, layout="contiguous", deadline=50)
+    x = np.zeros((1, 2, 1, 4))
+    use = {
+        "forward": lambda: attn.forward(x, x, x),
+        "gather": lambda: attn.gather(x),
+        "shard": lambda: attn.shard(x, root=1),
+    }[call]
+    use()
+    if comm.rank == 0:
+        empty = np.empty
+
+        def no_memory(shape, dtype=float):
+            if np.ndim(shape) and len(shape) == 4:
+                raise MemoryError("the shop is sold out")
+            return empty(shape, dtype)
+
+        monkeypatch.setattr("burstmpi.attention.np.empty", no_memory)
+    began = time.perf_counter()
+    try:
+        use()
+    except (MemoryError, PeerError) as error:
+        told = f"{type(error).__name__}: {error}"
+    else:
+        told = "done"  # a rank that needed nothing of rank 0
+    monkeypatch.undo()
+    assert time.perf_counter() - began < 20
+    told = comm.allgather(told)
+    assert told[0] == "MemoryError: the shop is sold out"
+    heard = f"PeerError: rank 0 stopped in {call}: {told[0]}"
+    assert all(t == heard for t in told[1:]) if call != "shard" else set(told[1:]) <= {heard, "done"}
+    attn.close()
+
+
 # ---------------------------------------------------------------- launchers
 
 
