@@ -242,7 +242,7 @@ class BurstAttention:
             self._root(root)
             self._movable(x, axis)
             rows = x.shape[axis]
-            rest = {"shape": (*x.shape[:axis], "rows", *x.shape[axis + 1 :]), "dtype": x.dtype.name}
+            rest = {"shape": (*x.shape[:axis], "rows", *x.shape[axis + 1 :]), "dtype": str(x.dtype)}
         except Exception as error:
             problem = error
         common = {"call": "gather", "side": side, "axis": axis, "root": root, **rest}
@@ -270,8 +270,7 @@ class BurstAttention:
 
     @staticmethod
     def _movable(x, axis) -> None:
-        if not isinstance(x, np.ndarray):
-            raise TypeError(f"x: must be a NumPy array, got {type(x).__name__}")
+        checks.plain_array("x", x)
         if x.dtype.hasobject:
             raise TypeError(f"x: arrays of Python objects cannot be sent, got dtype {x.dtype}")
         if not isinstance(axis, (int, np.integer)) or not 0 <= axis < x.ndim:

@@ -171,10 +171,15 @@ def element_type(name, dtype) -> np.dtype:
     return dtype
 
 
+def plain_array(name, value) -> None:
+    """A NumPy array; masks of numpy.ma would be lost on the way."""
+    if not isinstance(value, np.ndarray) or isinstance(value, np.ma.MaskedArray):
+        raise TypeError(f"{name}: must be a NumPy array, got {type(value).__name__}")
+
+
 def array(name, value, shape=None, dtype=None, ndim=4):
     """A NumPy array of that ndim, and where given that shape and dtype."""
-    if not isinstance(value, np.ndarray):
-        raise TypeError(f"{name}: must be a NumPy array, got {type(value).__name__}")
+    plain_array(name, value)
     if value.ndim != ndim:
         axes = "(batch, rows, heads, head_dim)" if ndim == 4 else "(batch, heads, rows)"
         raise ValueError(f"{name}: must have {ndim} axes {axes}, got shape {value.shape}")

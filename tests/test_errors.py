@@ -24,6 +24,7 @@ def shape(x, *new):
 
 WRONG_ARRAYS = [
     (lambda a: {"q": [[1.0]]}, TypeError, "q: must be a NumPy array, got list"),
+    (lambda a: {"k": np.ma.masked_array(a["k"], a["k"] == 0)}, TypeError, "k: must be a NumPy array, got MaskedArray"),
     (lambda a: {"q": a["q"][0]}, ValueError, r"q: must have 4 axes .*, got shape \(4, 4, 8\)"),
     (lambda a: {"q": a["q"].astype(int)}, TypeError, r"q: dtype must be one of .*int64"),
     (lambda a: {"q": a["q"].astype(">f4")}, TypeError, "q: dtype must be one of .*>f4"),
@@ -280,6 +281,13 @@ def test_values_on_one_rank_that_cannot_be_compared_or_pickled(comm, name, value
             attn.shard(np.zeros((2, 3)), **({name: value} if comm.rank == comm.size - 1 else {}))
         assert len(set(comm.allgather(str(caught.value)))) == 1
         attn.gather(np.zeros((2, 3)))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_byte_orders_that_differ(comm):
+    with BurstAttention(comm) as attn:
+        with pytest.raises(ValueError, match="dtype: must be the same on all ranks, got '>f4' on rank 0, 'float32' on"):
+            attn.gather(np.ones((1, 2), ">f4" if comm.rank == 0 else "<f4"))
 
 
 def test_wrong_workspace_questions(comm):
