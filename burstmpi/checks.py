@@ -85,15 +85,23 @@ def slopes(value):
     return tuple(array.tolist())
 
 
-def integer_vector(name, value) -> np.ndarray:
+def length(name, value) -> None:
+    """A number of rows, as many as int32 can count."""
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{name}: must be a whole number, got {value!r}")
+    if not 0 <= value <= MAX_LENGTH:
+        raise ValueError(f"{name}: must be from 0 to {MAX_LENGTH}, got {value}")
+
+
+def integer_vector(name, value, most=MAX_LENGTH) -> np.ndarray:
     """A vector of whole numbers, as int64."""
     array = np.asarray(value)
     if array.ndim != 1:
         raise ValueError(f"{name}: must be a vector, got shape {array.shape}")
     if array.size and array.dtype.kind not in "iu":
         raise TypeError(f"{name}: must be whole numbers, got {array.dtype}")
-    if array.size and array.max() > MAX_LENGTH:
-        raise ValueError(f"{name}: positions go up to {MAX_LENGTH}, got {array.max()}")
+    if array.size and array.max() > most:
+        raise ValueError(f"{name}: must be at most {most}, got {array.max()}")
     return array.astype(np.int64)
 
 
