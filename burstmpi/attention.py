@@ -44,7 +44,7 @@ class Stats:
 class BurstAttention:
     """Attention over the ranks of a communicator; plan once, then ``forward`` and ``backward``.
 
-    All methods but ``stats`` and ``repr`` are collective: every rank of ``comm`` calls them in the same order.
+    All methods but ``positions`` are collective: every rank of ``comm`` calls them in the same order.
 
     Parameters
     ----------
@@ -182,6 +182,7 @@ class BurstAttention:
         (rows,) int32, in the order of this rank's rows
         """
         self._open()
+        checks.length("length", length)
         return place(self._side(side), length, self._ring.size).positions(self._ring.rank).copy()
 
     def shard(self, x, *, axis=1, side="queries", root=None):
