@@ -312,8 +312,8 @@ class BurstAttention:
             steps = plan.steps["kv"]
             busy = [step.index for step in steps if step.compute]
             if not busy:
-                backend.clear(out)
-                backend.clear(lse, -np.inf)
+                ring.complete(backend.clear(out))
+                ring.complete(backend.clear(lse, -np.inf))
             at, lo, hi = plan.intervals(ring.rank, room)
             tally = Tally()
 
@@ -364,11 +364,11 @@ class BurstAttention:
             room = plan.rooms["backward"].views(backend, self._arena)
             sums = {name: room.get(name, result) for name, result in results.items()}
             delta = room["delta"]
-            backend.delta(dout, out, delta)
+            ring.complete(backend.delta(dout, out, delta))
             steps = plan.steps[travels]
             if not any(step.compute for step in steps):
                 for total in sums.values():
-                    backend.clear(total)
+                    ring.complete(backend.clear(total))
             tally = Tally()
             visit = (self._visit_q if travels == "q" else self._visit_kv)(
                 plan, room, sums, (dout, q, k, v, lse, delta), steps, tally
@@ -382,10 +382,10 @@ class BurstAttention:
             if home is not None:
                 came = plan.open_partial(room["home"], travels, ring.rank)
                 for name, share in zip(following, came):
-                    backend.add(sums[name], share)
+                    ring.complete(backend.add(sums[name], share))
             for name, result in results.items():
                 if sums[name] is not result:
-                    backend.copy(result, sums[name])
+                    ring.complete(backend.copy(result, sums[name]))
             self._count("backward", travels, plan, tally)
         return results["dq"], results["dk"], results["dv"]
 
@@ -395,7 +395,7 @@ class BurstAttention:
         ring, backend = self._ring, self._backend
         first = next((step.index for step in steps if step.compute), None)
         if steps[0].index != first:
-            backend.clear(sums["dq"])  # no share of this rank's own
+            ring.complete(backend.clear(sums["dq"]))  # no share of this rank's own
         pos = plan.key_positions(ring.rank, room)
 
         def visit(step, parcel, partial):
@@ -421,8 +421,8 @@ class BurstAttention:
         ring, backend = self._ring, self._backend
         first = next((step.index for step in steps if step.compute), None)
         if steps[0].index != first:
-            backend.clear(sums["dk"])
-            backend.clear(sums["dv"])
+            ring.complete(backend.clear(sums["dk"]))
+            ring.complete(backend.clear(sums["dv"]))
         at, lo, hi = plan.intervals(ring.rank, room)
 
         def visit(step, parcel, partial):
@@ -591,15 +591,15 @@ class BurstAttention:
         if plan.ways[travels].last[self._ring.rank]:
             parcel = plan.open(room["here"], travels, self._ring.rank)
             for target, source in zip(parcel, mine):
-                self._backend.copy(target, source)
+                self._ring.complete(self._backend.copy(target, source))
         return Cargo(room["here"], room["there"], plan.parcel_bytes[travels])
 
     def _partials(self, plan, travels, room) -> Partials:
-        backend = self._backend
+        ring, backend = self._ring, self._backend
 
         def each(verb, *buffers, traveller):
             for arrays in zip(*(plan.open_partial(b, travels, traveller) for b in buffers)):
-                verb(*arrays)
+                ring.complete(verb(*arrays))
 
         return Partials(
             room["fresh"], room["sent"], room["arriving"], room["home"], plan.partial_bytes[travels],

@@ -64,7 +64,7 @@ class Partials:
     """Gradients that follow the travellers home; buffers of bytes.
 
     fresh : being computed;  sent : on its way out;  arriving : on its way in;  home : this rank's own, coming back
-    clear, add : called as clear(buffer, traveller) and add(target, source, traveller)
+    clear, add : called as clear(buffer, traveller) and add(target, source, traveller); done when they return
     """
 
     fresh: np.ndarray
@@ -264,9 +264,9 @@ class Ring:
             self._active = moving + coming_home
             started = time.perf_counter()
             if step.compute:
-                self._complete(visit(step, here, partials and partials.fresh))
+                self.complete(visit(step, here, partials and partials.fresh))
             elif partials is not None and step.index == 1 and step.partial_to is not None:
-                self._complete(partials.clear(partials.fresh, step.guest))
+                partials.clear(partials.fresh, step.guest)
             self.compute_seconds += time.perf_counter() - started
             self._wait(moving)
             if partials is not None and step.partial_to is not None:
@@ -283,7 +283,7 @@ class Ring:
         started = time.perf_counter()
         if step.partial_from is not None:
             if step.compute:
-                self._complete(partials.add(partials.fresh, partials.arriving, step.guest))
+                partials.add(partials.fresh, partials.arriving, step.guest)
             else:
                 partials.fresh, partials.arriving = partials.arriving, partials.fresh
         self.compute_seconds += time.perf_counter() - started
@@ -302,7 +302,7 @@ class Ring:
         if now - self._heard > LISTEN:
             self._listen(now)
 
-    def _complete(self, launch) -> None:
+    def complete(self, launch) -> None:
         """Let MPI move messages until launched work is done."""
         if launch is not None:
             while not launch.done():
