@@ -44,7 +44,7 @@ class Stats:
 class BurstAttention:
     """Attention over the ranks of a communicator; plan once, then ``forward`` and ``backward``.
 
-    All methods but ``stats`` and ``repr`` are collective: every rank of ``comm`` calls them in the same order.
+    All methods but ``positions`` are collective: every rank of ``comm`` calls them in the same order.
 
     Parameters
     ----------
@@ -109,7 +109,7 @@ class BurstAttention:
         problem = wait = None
         try:
             wait = deadline_of(deadline)
-        except (TypeError, ValueError) as error:
+        except Exception as error:
             problem = error
         self._ring = Ring(comm, wait)
         self._closed = False
@@ -133,15 +133,16 @@ class BurstAttention:
                 "backend": self._backend.name,
                 "deadline": wait,
             }
-        except (TypeError, ValueError) as error:
+        except Exception as error:
             problem = error
         explicit = tuple(None if isinstance(x, str) else x for x in layouts)
         try:
-            everyone = self._ring.settle(common, explicit, problem)
-            self._layouts = tuple(
-                name if mine is None else check_explicit([theirs[side] for theirs in everyone])
-                for side, (name, mine) in enumerate(zip(layouts, explicit))
-            )
+            with self._guard(TypeError, ValueError):
+                everyone = self._ring.settle(common, explicit, problem)
+                self._layouts = tuple(
+                    name if mine is None else check_explicit([theirs[side] for theirs in everyone])
+                    for side, (name, mine) in enumerate(zip(layouts, explicit))
+                )
         except (TypeError, ValueError):
             self.close()
             raise
@@ -198,16 +199,15 @@ class BurstAttention:
         This rank's rows, a new C-contiguous array
         """
         ring, layout = self._start("shard"), None
-        owner = root in (None, ring.rank)
         problem, told = None, None
         try:
             layout = self._side(side)
             checks.root(root, ring.size)
-            if owner:
+            if root in (None, ring.rank):
                 checks.movable(x, axis)
                 place(layout, x.shape[axis], ring.size)
                 told = (x.shape, x.dtype)
-        except (TypeError, ValueError) as error:
+        except Exception as error:
             problem = error
         common = {"call": "shard", "side": side, "axis": axis, "root": root}
         if root is None and told is not None:
@@ -217,13 +217,12 @@ class BurstAttention:
         where = place(layout, shape[axis], ring.size)
         if root is None:
             return np.ascontiguousarray(np.take(x, where.positions(ring.rank), axis=axis))
-        rows = where.rows[ring.rank]
-        mine = np.empty((*shape[:axis], rows, *shape[axis + 1 :]), dtype)
 
         def part(rank):
             return _bytes(np.ascontiguousarray(np.take(x, where.positions(rank), axis=axis)))
 
         with self._guard():
+            mine = np.empty((*shape[:axis], where.rows[ring.rank], *shape[axis + 1 :]), dtype)
             ring.scatter_bytes(part, _bytes(mine), root)
         return mine
 
@@ -243,18 +242,18 @@ class BurstAttention:
             checks.root(root, ring.size)
             checks.movable(x, axis)
             rows = x.shape[axis]
-            rest = {"shape": (*x.shape[:axis], "rows", *x.shape[axis + 1 :]), "dtype": x.dtype.name}
-        except (TypeError, ValueError) as error:
+            rest = {"shape": (*x.shape[:axis], "rows", *x.shape[axis + 1 :]), "dtype": str(x.dtype)}
+        except Exception as error:
             problem = error
         common = {"call": "gather", "side": side, "axis": axis, "root": root, **rest}
         counts = self._settle(common, rows, problem)
         where = placement_of(layout, counts, side)
         whole = None
-        if root in (None, ring.rank):
-            whole = np.empty((*x.shape[:axis], where.length, *x.shape[axis + 1 :]), x.dtype)
         row_bytes = x.nbytes // rows if rows else int(np.prod(x.shape[:axis] + x.shape[axis + 1 :])) * x.itemsize
         sizes = [count * row_bytes for count in counts]
         with self._guard():
+            if root in (None, ring.rank):
+                whole = np.empty((*x.shape[:axis], where.length, *x.shape[axis + 1 :]), x.dtype)
             for rank, part in enumerate(ring.gather_bytes(_bytes(np.ascontiguousarray(x)), sizes, root)):
                 if whole is not None:
                     shape = (*x.shape[:axis], counts[rank], *x.shape[axis + 1 :])
@@ -460,7 +459,7 @@ class BurstAttention:
             dims, rows = self._check(arrays, results)
             key = (dims, rows)
             common |= dims.describe()
-        except (TypeError, ValueError) as error:
+        except Exception as error:
             problem = error
         plan = self._plans.get(key)
         fits = plan is not None and self._fits(plan.nbytes(call))
@@ -470,9 +469,10 @@ class BurstAttention:
             plan = self._plan(common, dims, rows, key, problem)
         if not (known and ready):
             self._reserve(plan.nbytes(call))
-        for name, (shape, dtype) in plan.results(call).items():
-            if results[name] is None:
-                results[name] = np.empty(shape, dtype)
+        with self._guard():
+            for name, (shape, dtype) in plan.results(call).items():
+                if results[name] is None:
+                    results[name] = np.empty(shape, dtype)
         return plan
 
     def _check(self, arrays, results):
@@ -560,7 +560,7 @@ class BurstAttention:
             rows = (q[1], k[1])
             key = (dims, rows)
             common |= dims.describe()
-        except (TypeError, ValueError) as error:
+        except Exception as error:
             problem = error
         plan = self._plans.get(key)
         with self._guard():

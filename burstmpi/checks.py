@@ -44,7 +44,10 @@ def positive(name, value):
         return None
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name}: must be a number or None, got {value!r}")
-    value = float(value)
+    try:
+        value = float(value)
+    except OverflowError:
+        raise ValueError(f"{name}: must be finite and above 0, got a number beyond float64") from None
     if not math.isfinite(value) or value <= 0:
         raise ValueError(f"{name}: must be finite and above 0, got {value!r}")
     return value
@@ -75,6 +78,8 @@ def slopes(value):
         array = np.asarray(value, np.float64)
     except (TypeError, ValueError):
         raise TypeError(f"alibi_slopes: must be a vector of numbers, got {value!r}") from None
+    except OverflowError:
+        raise ValueError("alibi_slopes: must be finite, got a number beyond float64 among them") from None
     if array.ndim != 1 or not len(array):
         raise ValueError(f"alibi_slopes: must have shape (heads,), got shape {array.shape}")
     if not np.isfinite(array).all():
@@ -82,7 +87,7 @@ def slopes(value):
     return tuple(array.tolist())
 
 
-def integer_vector(name, value) -> np.ndarray:
+def integer_vector(name, value, most=MAX_LENGTH) -> np.ndarray:
     """A vector of whole numbers, as int64."""
     try:
         array = np.asarray(value)
@@ -93,8 +98,8 @@ def integer_vector(name, value) -> np.ndarray:
         raise ValueError(f"{name}: must be a vector, got {got}")
     if array.size and array.dtype.kind not in "iu":
         raise TypeError(f"{name}: must be whole numbers, got {array.dtype}")
-    if array.size and array.max() > MAX_LENGTH:
-        raise ValueError(f"{name}: positions go up to {MAX_LENGTH}, got {array.max()}")
+    if array.size and array.max() > most:
+        raise ValueError(f"{name}: must be at most {most}, got {array.max()}")
     return array.astype(np.int64)
 
 
@@ -175,12 +180,17 @@ def element_type(name, value) -> np.dtype:
     return dtype
 
 
-def array(name, value, shape=None, dtype=None, ndim=4):
-    """A NumPy array of that ndim, and where given that shape and dtype."""
+def plain_array(name, value) -> None:
+    """A NumPy array, and none with a mask of its own."""
     if not isinstance(value, np.ndarray):
         raise TypeError(f"{name}: must be a NumPy array, got {type(value).__name__}")
     if isinstance(value, np.ma.MaskedArray):
         raise TypeError(f"{name}: is a masked array, whose mask would be ignored; masks are options of BurstAttention")
+
+
+def array(name, value, shape=None, dtype=None, ndim=4):
+    """A NumPy array of that ndim, and where given that shape and dtype."""
+    plain_array(name, value)
     if value.ndim != ndim:
         axes = "(batch, rows, heads, head_dim)" if ndim == 4 else "(batch, heads, rows)"
         raise ValueError(f"{name}: must have {ndim} axes {axes}, got shape {value.shape}")
@@ -233,8 +243,7 @@ def root(value, size) -> None:
 
 def movable(x, axis) -> None:
     """An array that can be cut along an axis and sent."""
-    if not isinstance(x, np.ndarray):
-        raise TypeError(f"x: must be a NumPy array, got {type(x).__name__}")
+    plain_array("x", x)
     if x.dtype.hasobject:
         raise TypeError(f"x: arrays of Python objects cannot be sent, got dtype {x.dtype}")
     if isinstance(axis, (bool, np.bool_)) or not isinstance(axis, numbers.Integral) or not 0 <= axis < x.ndim:

@@ -30,7 +30,8 @@ def merge(out_a, lse_a, out_b, lse_b):
     -------
     out, lse : new arrays, of the same shapes and dtypes
     """
-    checks.array("out_b", out_b, np.shape(out_a))
+    checks.array("out_a", out_a)
+    checks.array("out_b", out_b, out_a.shape)
     checks.array("lse_a", lse_a, (out_a.shape[0], out_a.shape[2], out_a.shape[1]), ndim=3)
     checks.array("lse_b", lse_b, lse_a.shape, ndim=3)
     top = np.maximum(lse_a, lse_b)

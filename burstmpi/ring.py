@@ -34,6 +34,10 @@ CHUNK = 1 << 30  # bytes of one message: counts of 2³¹ and more fail in some M
 SIGN = 1.0  # seconds that a roll call waits for answers
 LISTEN = 0.1  # seconds between two looks for notices of other ranks while computing
 
+# Requests that nobody waits for any more.  MPI may still read and write their memory, long after the object that
+# started them is gone, so it is never given back; only calls that break off, and roll calls, leave anything here.
+_orphans: list[_Pending] = []
+
 
 class DeadlineError(TimeoutError):
     """A wait took longer than the deadline: the text says which rank waits in which step for whom."""
@@ -60,7 +64,7 @@ class Partials:
     """Gradients that follow the travellers home; buffers of bytes.
 
     fresh : being computed;  sent : on its way out;  arriving : on its way in;  home : this rank's own, coming back
-    clear, add : called as clear(buffer, traveller) and add(target, source, traveller)
+    clear, add : called as clear(buffer, traveller) and add(target, source, traveller); done when they return
     """
 
     fresh: np.ndarray
@@ -107,11 +111,10 @@ class Ring:
         self.broken: BaseException | None = None
         self._doing = "construction"
         self._active: list[_Pending] = []
-        self._litter: list[_Pending] = []  # small sends that nobody waits for
         self._heard = time.perf_counter()
         self.comm = None
         duplicate, request = comm.Idup()
-        self._wait([_Pending(request, "all ranks to make their BurstAttention", -1)])
+        self._wait([_Pending(request, "all ranks to make their BurstAttention", -1, duplicate)])
         self.comm = duplicate
 
     def close(self) -> None:
@@ -148,17 +151,18 @@ class Ring:
         -------
         The private parts of all ranks, in the order of ranks.
         """
-        told = None if error is None else (type(error), str(error))
-        everyone = self.exchange((told, common, private))
+        told = None if error is None else _as_told(error)
+        said = {name: repr(value) for name, value in common.items()}  # a value need not be picklable
+        everyone = self.exchange((told, said, private))
         errors = {rank: told for rank, (told, _, _) in enumerate(everyone) if told is not None}
         if errors:
             kind, text = errors[min(errors)]
             same = [rank for rank, told in errors.items() if told == (kind, text)]
             raise kind(text if len(same) == self.size else f"{_ranks(same)}: {text}")
-        for name in common:
+        for name in said:
             values: dict[str, list[int]] = {}
             for rank, (_, theirs, _) in enumerate(everyone):
-                values.setdefault(repr(theirs.get(name, "not given")), []).append(rank)
+                values.setdefault(theirs.get(name, "nothing"), []).append(rank)
             if len(values) > 1:
                 parts = ", ".join(f"{_clip(value)} on {_ranks(ranks)}" for value, ranks in values.items())
                 raise ValueError(f"{name}: must be the same on all ranks, got {parts}")
@@ -167,13 +171,13 @@ class Ring:
     def reduce(self, vector, op=MPI.MAX):
         """Reduce a small vector over all ranks."""
         result = np.empty_like(vector)
-        self._collect(self.comm.Iallreduce(vector, result, op), vector)
+        self._collect(self.comm.Iallreduce(vector, result, op), vector, result)
         return result
 
     def transpose(self, row):
         """Give entry j of this rank's row to rank j: [size] uint8."""
         column = np.empty_like(row)
-        self._collect(self.comm.Ialltoall(row, column), row)
+        self._collect(self.comm.Ialltoall(row, column), row, column)
         return column
 
     def exchange(self, thing) -> list:
@@ -181,13 +185,14 @@ class Ring:
         mine = np.frombuffer(pickle.dumps(thing), np.uint8)
         sizes = np.empty(self.size, np.int64)
         length = np.array([len(mine)], np.int64)
-        self._collect(self.comm.Iallgather(length, sizes), length)
+        self._collect(self.comm.Iallgather(length, sizes), length, sizes)
         starts = np.concatenate(([0], np.cumsum(sizes)))
         everything = np.empty(starts[-1], np.uint8)
-        self._collect(self.comm.Iallgatherv(mine, [everything, sizes.tolist(), starts[:-1].tolist(), MPI.BYTE]), mine)
+        into = [everything, sizes.tolist(), starts[:-1].tolist(), MPI.BYTE]
+        self._collect(self.comm.Iallgatherv(mine, into), mine, everything)
         return [pickle.loads(everything[a:b].tobytes()) for a, b in zip(starts[:-1], starts[1:])]
 
-    def _collect(self, request, keep):
+    def _collect(self, request, *keep):
         self._wait([_Pending(request, "all ranks to make the same call", -1, keep)])
 
     # ------------------------------------------------------------ whole arrays
@@ -202,7 +207,7 @@ class Ring:
             part = mine if rank == self.rank else room[:size] if room is not None else None
             if root is None:
                 requests = [
-                    _Pending(self.comm.Ibcast(part[a : a + CHUNK], rank), f"rows of rank {rank}", rank)
+                    _Pending(self.comm.Ibcast(part[a : a + CHUNK], rank), f"rows of rank {rank}", rank, part)
                     for a in range(0, size, CHUNK)
                 ]
                 self._wait(requests)
@@ -261,14 +266,15 @@ class Ring:
             if step.compute:
                 self.complete(visit(step, here, partials and partials.fresh))
             elif partials is not None and step.index == 1 and step.partial_to is not None:
-                self.complete(partials.clear(partials.fresh, step.guest))
+                partials.clear(partials.fresh, step.guest)
             self.compute_seconds += time.perf_counter() - started
             self._wait(moving)
             if partials is not None and step.partial_to is not None:
                 outgoing = self._pass_on(partials, step)
             here, there = there, here
         self._doing = f"the end of {kind}"
-        self._wait(outgoing + coming_home)
+        self._active = outgoing + coming_home
+        self._wait(self._active)
         self._active = []
         self._doing = kind
 
@@ -277,7 +283,7 @@ class Ring:
         started = time.perf_counter()
         if step.partial_from is not None:
             if step.compute:
-                self.complete(partials.add(partials.fresh, partials.arriving, step.guest))
+                partials.add(partials.fresh, partials.arriving, step.guest)
             else:
                 partials.fresh, partials.arriving = partials.arriving, partials.fresh
         self.compute_seconds += time.perf_counter() - started
@@ -318,14 +324,18 @@ class Ring:
         requests = [p.request for p in pending]
         began = time.perf_counter()
         waited = 0.0
-        while not MPI.Request.Testall(requests):
-            # Spin, then yield, then sleep: with more ranks than cores the peer needs this core.
-            time.sleep(0 if waited < 5e-3 else 2e-5)
-            waited = time.perf_counter() - began
-            if waited > LISTEN and self.comm is not None:
-                self._listen(time.perf_counter())
-            if self.deadline is not None and waited > self.deadline:
-                self._overdue(pending, waited)
+        try:
+            while not MPI.Request.Testall(requests):
+                # Spin, then yield, then sleep: with more ranks than cores the peer needs this core.
+                time.sleep(0 if waited < 5e-3 else 2e-5)
+                waited = time.perf_counter() - began
+                if waited > LISTEN and self.comm is not None:
+                    self._listen(time.perf_counter())
+                if self.deadline is not None and waited > self.deadline:
+                    self._overdue(pending, waited)
+        except BaseException:
+            _orphans.extend(pending)
+            raise
         self.wait_seconds += time.perf_counter() - began
 
     def _overdue(self, pending, waited) -> None:
@@ -381,7 +391,7 @@ class Ring:
     def _post(self, rank, thing, tag) -> None:
         """Send a few bytes and wait for nobody."""
         data = np.frombuffer(pickle.dumps(thing), np.uint8)
-        self._litter.append(_Pending(self.comm.Isend([data, MPI.BYTE], rank, tag), "", rank, data))
+        _orphans.append(_Pending(self.comm.Isend([data, MPI.BYTE], rank, tag), "", rank, data))
 
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks that this one stops in the middle of a call; nothing more can be sent here."""
@@ -397,7 +407,7 @@ class Ring:
         for pending in self._active:
             if pending.request != MPI.REQUEST_NULL and "taken" not in pending.text:
                 pending.request.Cancel()
-        self._litter += self._active  # their memory must outlive them
+        _orphans.extend(self._active)
         self._active = []
 
 
@@ -458,6 +468,14 @@ def _ranks(ranks) -> str:
             runs.append([rank, rank])
     text = ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs[:8]) + (", ..." if len(runs) > 8 else "")
     return ("rank " if len(ranks) == 1 else "ranks ") + text
+
+
+def _as_told(error):
+    """An exception as (type, text): a type that any rank can make from a text alone."""
+    for kind in (TypeError, ValueError, MemoryError):
+        if type(error) is kind:
+            return kind, str(error)
+    return ValueError, f"{type(error).__name__}: {error}"
 
 
 def _clip(text: str, width: int = 80) -> str:

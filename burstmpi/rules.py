@@ -173,7 +173,7 @@ def boundaries(ids) -> tuple[int, ...]:
     ValueError
         An id comes back after another one: a document is one run of tokens.
     """
-    ids = checks.integer_vector("ids", ids)
+    ids = checks.integer_vector("ids", ids, most=2**63 - 1)
     edges = np.flatnonzero(ids[1:] != ids[:-1]) + 1
     starts = ids[np.concatenate(([0], edges))] if len(ids) else ids
     values, counts = np.unique(starts, return_counts=True)

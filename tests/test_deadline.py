@@ -1,6 +1,8 @@
 """Nothing hangs: peers that never come, that are slow, and that stop in the middle of a call."""
 
+import gc
 import os
+import re
 import subprocess
 import sys
 import time
@@ -40,6 +42,28 @@ def test_a_peer_that_never_calls(comm):
 
 
 @pytest.mark.mpi(ranks=(2, 4))
+def test_a_late_peer_writes_into_nobodys_memory(comm):
+    """MPI may still complete a call that was broken off: what it writes must not land in arrays made since."""
+    absent = comm.size - 1
+    attn = BurstAttention(comm, deadline=SHORT)
+    q = np.zeros((1, 2, 1, 4))
+    fields = []
+    if comm.rank != absent:
+        with pytest.raises(DeadlineError):
+            attn.forward(q, q, q)
+        attn.close()
+        attn = None
+        gc.collect()
+        fields = [np.full(6, 7, np.int64) for _ in range(200)]  # NumPy hands freed memory of this size out again
+    wait_for_all(comm)
+    if comm.rank == absent:
+        with pytest.raises(DeadlineError):
+            attn.forward(q, q, q)
+    wait_for_all(comm)
+    assert all((field == 7).all() for field in fields)
+
+
+@pytest.mark.mpi(ranks=(2, 4))
 def test_a_peer_that_makes_no_object(comm):
     absent = comm.size - 1
     if comm.rank != absent:
@@ -66,20 +90,26 @@ def hinder(attn, monkeypatch, verb, deed):
 @pytest.mark.mpi(ranks=(2, 4))
 @pytest.mark.parametrize("call", ["forward", "backward"])
 def test_a_slow_peer_in_a_step(comm, monkeypatch, call):
-    p = problem(8 * comm.size)
-    attn = BurstAttention(comm, layout="contiguous", deadline=SHORT)
+    """Parcels of half a megabyte, which no MPI sends before they are asked for: somebody must wait."""
+    p = problem(64 * comm.size, heads=4, kv_heads=4, d=64, dv=64)
+    attn = BurstAttention(comm, layout="contiguous", deadline=5)
     q, k, v, dout = shards(attn, p)
     out, lse = attn.forward(q, k, v)
+    attn._ring.deadline = SHORT
     slow = comm.size - 1
     if comm.rank == slow:
         verb = "attend" if call == "forward" else "attend_backward"
         hinder(attn, monkeypatch, verb, lambda: time.sleep(2 * SHORT + 3))
-    with pytest.raises(DeadlineError) as caught:
+    text = None  # a rank that needs nothing more of the slow one may finish
+    try:
         attn.forward(q, k, v) if call == "forward" else attn.backward(dout, q, k, v, out, lse)
-    text = str(caught.value)
-    assert f"of {call} for " in text and "step " in text and "(rank " in text, text
-    texts = comm.allgather(text)
-    assert any(f"No sign of rank {slow}" in t for t in texts), texts
+    except DeadlineError as error:
+        text = str(error)
+    texts = [t for t in comm.allgather(text) if t is not None]
+    assert all(f"of {call} for " in t and "(rank " in t for t in texts), texts
+    assert any(re.search(rf"in (step \d|the end) .*No sign of ranks? .*\b{slow}\b", t) for t in texts), texts
+    with pytest.raises(RuntimeError if text else DeadlineError, match="waited"):  # all have heard of it by now
+        attn.forward(q, k, v)
     attn.close()
 
 
@@ -124,6 +154,43 @@ def test_a_rank_without_memory(comm, monkeypatch):
             attn.forward(q, q, q)
         monkeypatch.undo()
         attn.forward(q, q, q)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("call", ["forward", "gather", "shard"])
+def test_a_rank_without_memory_for_results(comm, monkeypatch, call):
+    """The others hear of it, with no deadline near."""
+    attn = BurstAttention(comm, layout="contiguous", deadline=50)
+    x = np.zeros((1, 2, 1, 4))
+    use = {
+        "forward": lambda: attn.forward(x, x, x),
+        "gather": lambda: attn.gather(x),
+        "shard": lambda: attn.shard(x, root=1),
+    }[call]
+    use()
+    if comm.rank == 0:
+        empty = np.empty
+
+        def no_memory(shape, dtype=float):
+            if np.ndim(shape) and len(shape) == 4:
+                raise MemoryError("the shop is sold out")
+            return empty(shape, dtype)
+
+        monkeypatch.setattr("burstmpi.attention.np.empty", no_memory)
+    began = time.perf_counter()
+    try:
+        use()
+    except (MemoryError, PeerError) as error:
+        told = f"{type(error).__name__}: {error}"
+    else:
+        told = "done"  # a rank that needed nothing of rank 0
+    monkeypatch.undo()
+    assert time.perf_counter() - began < 20
+    told = comm.allgather(told)
+    assert told[0] == "MemoryError: the shop is sold out"
+    heard = f"PeerError: rank 0 stopped in {call}: {told[0]}"
+    assert all(t == heard for t in told[1:]) if call != "shard" else set(told[1:]) <= {heard, "done"}
+    attn.close()
 
 
 # ---------------------------------------------------------------- launchers

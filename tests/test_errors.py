@@ -1,5 +1,7 @@
 """What is wrong on one rank is refused on all of them, with the value, before anything is sent."""
 
+import threading
+
 import numpy as np
 import pytest
 from mpi4py import MPI
@@ -101,6 +103,13 @@ def test_wrong_arrays_of_backward(comm, name, wrong, error, text):
         attn.backward(**given)
 
 
+class Broken:
+    """What looks like an array and raises something of its own."""
+
+    def __array__(self, *_, **__):
+        raise KeyError("no array here")
+
+
 @pytest.mark.parametrize(
     "options, error, text",
     [
@@ -116,6 +125,10 @@ def test_wrong_arrays_of_backward(comm, name, wrong, error, text):
         ({"layout": np.zeros((2, 2), int)}, ValueError, r"layout: must be a vector, got shape \(2, 2\)"),
         ({"backward": "qkv"}, ValueError, "backward: must be one of 'auto', 'q', 'kv', got 'qkv'"),
         ({"backend": "fast"}, ValueError, "backend: must be one of 'auto', .*, got 'fast'"),
+        ({"scale": 10**400}, ValueError, "scale: must be finite and above 0, got a number beyond float64"),
+        ({"deadline": 10**400}, ValueError, "deadline: must be finite and above 0, got a number beyond float64"),
+        ({"alibi_slopes": [10**400]}, ValueError, "alibi_slopes: must be finite, got a number beyond float64"),
+        ({"layout": Broken()}, ValueError, "KeyError: 'no array here'"),
         ({"deadline": 0}, ValueError, "deadline: must be finite and above 0, got 0.0"),
         ({"deadline": "soon"}, TypeError, "deadline: must be a number or None, got 'soon'"),
     ],
@@ -254,6 +267,9 @@ def test_intercommunicators_are_refused(comm):
         (lambda a: a.shard([1, 2]), TypeError, "x: must be a NumPy array, got list"),
         (lambda a: a.shard(np.zeros(3)), ValueError, "axis: x has 1 axes, got axis 1"),
         (lambda a: a.shard(np.zeros((1, 2)), side="values"), ValueError, "side: must be one of 'queries', 'keys', got 'values'"),
+        (lambda a: a.positions(2.5), TypeError, "length: must be a whole number, got 2.5"),
+        (lambda a: a.positions(-3), ValueError, "length: must be from 0 to .*, got -3"),
+        (lambda a: a.positions(2**33), ValueError, "length: must be from 0 to .*, got 8589934592"),
         (lambda a: a.gather(np.array([[None]])), TypeError, "x: arrays of Python objects cannot be sent"),
         (lambda a: a.gather(np.zeros((1, 2)), root=99), ValueError, "root: must be a rank below .* got 99"),
         (lambda a: a.shard(np.zeros((1, 2)), root=-1), ValueError, "root: must be a rank below .* got -1"),
@@ -266,6 +282,22 @@ def test_intercommunicators_are_refused(comm):
 def test_wrong_moves(comm, call, error, text):
     with BurstAttention(comm) as attn, pytest.raises(error, match=text):
         call(attn)
+
+
+@pytest.mark.parametrize("name, value", [("root", np.arange(2)), ("root", threading.Lock()), ("axis", iter([]))])
+def test_values_on_one_rank_that_cannot_be_compared_or_pickled(comm, name, value):
+    with BurstAttention(comm, layout="contiguous") as attn:
+        with pytest.raises(ValueError, match=f"{name}: must be .*, got ") as caught:
+            attn.shard(np.zeros((2, 3)), **({name: value} if comm.rank == comm.size - 1 else {}))
+        assert len(set(comm.allgather(str(caught.value)))) == 1
+        attn.gather(np.zeros((2, 3)))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_byte_orders_that_differ(comm):
+    with BurstAttention(comm) as attn:
+        with pytest.raises(ValueError, match="dtype: must be the same on all ranks, got '>f4' on rank 0, 'float32' on"):
+            attn.gather(np.ones((1, 2), ">f4" if comm.rank == 0 else "<f4"))
 
 
 def test_wrong_workspace_questions(comm):

@@ -7,6 +7,7 @@ from support import check, collect, problem, run, shards, truth
 
 import burstmpi
 from burstmpi import BurstAttention
+from burstmpi.backends.numpy import NumpyBackend
 
 pytestmark = pytest.mark.mpi
 
@@ -125,6 +126,50 @@ def test_stats(comm):
     if comm.size > 1:
         assert comm.allreduce(forward.tiles_skipped) > 0  # blocks above the diagonal
     assert forward.tiles > 0 and forward.bytes_sent % 4 == 0
+
+
+class Stream(NumpyBackend):
+    """A backend that launches: its verbs run later, one after another, as those of a GPU's stream."""
+
+    def __init__(self):
+        self.queue, self.ended = [], 0
+
+    def launch(self, deed):
+        self.queue.append(deed)
+        return Launched(self, self.ended + len(self.queue))
+
+
+class Launched:
+    def __init__(self, stream, number):
+        self.stream, self.number = stream, number
+
+    def done(self):
+        if self.stream.ended < self.number:
+            self.stream.queue.pop(0)()
+            self.stream.ended += 1
+        return self.stream.ended >= self.number
+
+
+def launched(verb):
+    real = getattr(NumpyBackend, verb)
+    return lambda self, *args, **kwargs: self.launch(lambda: real(self, *args, **kwargs))
+
+
+for verb in ("copy", "clear", "add", "delta", "attend", "attend_backward"):
+    setattr(Stream, verb, launched(verb))
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+@pytest.mark.parametrize("backward", ["q", "kv"])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (2, 2)}], ids=str)
+def test_a_backend_that_launches(comm, monkeypatch, options, backward, dtype):
+    """Nothing is sent, read or returned before it has been computed."""
+    p = problem(29, dtype=dtype)
+    with BurstAttention(comm, layout="contiguous", backward=backward, **options) as attn:
+        monkeypatch.setattr(attn, "_backend", Stream())
+        got = run(attn, p)
+        assert not attn._backend.queue
+    check(got, truth(p, options))
 
 
 def test_merge_of_parts_from_the_ring(comm):

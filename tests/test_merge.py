@@ -54,3 +54,5 @@ def test_shapes_must_fit():
         merge(out, np.zeros((1, 2, 3)), out, lse)
     with pytest.raises(ValueError, match="out_b: shape must be"):
         merge(out, lse, out[:, :1], lse)
+    with pytest.raises(TypeError, match="out_a: must be a NumPy array, got list"):
+        merge(out.tolist(), lse, out, lse)

@@ -78,3 +78,22 @@ def test_ring(comm, rule, layout, what, value, backward):
         sane = ~strange(expected[name])
         index = (slice(None), slice(None), sane) if name == "lse" else (slice(None), sane)
         np.testing.assert_allclose(got[name][index], expected[name][index], rtol=1e-10, atol=1e-12, err_msg=name)
+
+
+@pytest.mark.mpi(ranks=(1, 2))
+@pytest.mark.parametrize("backward", ["q", "kv"])
+def test_the_callers_seterr_stops_no_rank(comm, backward):
+    """Gradients beyond float16 become infinities, also where the caller lets NumPy raise on overflow."""
+    x = np.full((1, 4, 1, 4), 6e4, np.float16)
+    with BurstAttention(comm, layout="contiguous", backward=backward, deadline=20) as attn, np.errstate(all="raise"):
+        out, lse = attn.forward(x, x, x)
+        _, _, dv = attn.backward(x, x, x, x, out, lse)
+    assert (out == x).all() and np.isfinite(lse).all() and not np.isnan(dv.astype(np.float32)).any()
+    other = np.float16(6e4) * np.eye(4, dtype=np.float16)[None, :, None]  # one key takes the gradient of all queries
+    with BurstAttention(comm, layout="contiguous", backward=backward, deadline=20) as attn, np.errstate(all="raise"):
+        keys = other if comm.rank == 0 else other * 0
+        one = np.zeros_like(x)
+        one[..., 0] = 60
+        out, lse = attn.forward(one, keys, x)
+        _, _, dv = attn.backward(x, one, keys, x, out, lse)
+    assert comm.rank or np.isinf(dv[0, 0]).all()

@@ -50,7 +50,8 @@ class NumpyBackend:
 
     def copy(self, target, source) -> None:
         """target[...] = source, rounded once."""
-        np.copyto(target, source, casting="unsafe")
+        with np.errstate(all="ignore"):  # a gradient beyond float16 becomes an infinity, as in the kernels
+            np.copyto(target, source, casting="unsafe")
 
     def clear(self, target, value=0.0) -> None:
         """target[...] = value."""
@@ -58,7 +59,8 @@ class NumpyBackend:
 
     def add(self, target, source) -> None:
         """target += source."""
-        np.add(target, source, out=target)
+        with np.errstate(all="ignore"):
+            np.add(target, source, out=target)
 
     def scratch_bytes(self, dims: Dims, scores: Scores, rows_q: int, rows_k: int, backward: bool) -> int:
         """Room for one tile of each kind."""
@@ -134,8 +136,9 @@ class NumpyBackend:
             for start in range(0, length, few):
                 rows = slice(start, start + few)
                 # (rows, heads, dv) → (heads, rows)
-                product = dout[b, rows].astype(acc) * out[b, rows].astype(acc)
-                delta[b, :, rows] = product.sum(axis=2).T
+                with np.errstate(all="ignore"):
+                    product = dout[b, rows].astype(acc) * out[b, rows].astype(acc)
+                    delta[b, :, rows] = product.sum(axis=2).T
 
     def attend_backward(self, dout, q, k, v, lse, delta, dq, dk, dv, work: Work, *, fresh_q, fresh_kv) -> None:
         """Add a block's share to dq, dk, dv; see ``base.Backend.attend_backward``."""
