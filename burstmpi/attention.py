@@ -19,6 +19,8 @@ from .backends.base import Dims, Tally, Work
 from .layout import check_explicit, place, placement_of
 from .plan import Plan
 from .ring import Cargo, Partials, Ring, deadline_of
+from .rows import gather as gather_rows
+from .rows import shard as shard_rows
 from .rules import Rules, Sight
 
 __all__ = ["BurstAttention", "Stats", "backward", "forward"]
@@ -198,33 +200,10 @@ class BurstAttention:
         -------
         This rank's rows, a new C-contiguous array
         """
-        ring, layout = self._start("shard"), None
-        problem, told = None, None
-        try:
-            layout = self._side(side)
-            checks.root(root, ring.size)
-            if root in (None, ring.rank):
-                checks.movable(x, axis)
-                place(layout, x.shape[axis], ring.size)
-                told = (x.shape, x.dtype)
-        except Exception as error:
-            problem = error
+        ring = self._start("shard")
         common = {"call": "shard", "side": side, "axis": axis, "root": root}
-        if root is None and told is not None:
-            common |= {"shape": told[0], "dtype": told[1].name}
-        everyone = self._settle(common, told, problem)
-        shape, dtype = everyone[ring.rank if root is None else root]
-        where = place(layout, shape[axis], ring.size)
-        if root is None:
-            return np.ascontiguousarray(np.take(x, where.positions(ring.rank), axis=axis))
-
-        def part(rank):
-            return _bytes(np.ascontiguousarray(np.take(x, where.positions(rank), axis=axis)))
-
-        with self._guard():
-            mine = np.empty((*shape[:axis], where.rows[ring.rank], *shape[axis + 1 :]), dtype)
-            ring.scatter_bytes(part, _bytes(mine), root)
-        return mine
+        with self._guard(TypeError, ValueError):
+            return shard_rows(ring, lambda: self._side(side), x, axis, root, common)
 
     def gather(self, x, *, axis=1, side="queries", root=None):
         """Put the ranks' rows together into the whole array, the inverse of ``shard``.
@@ -235,31 +214,10 @@ class BurstAttention:
         axis, side : as in ``shard``
         root : the rank that gets the array (others get None), or None: all get it
         """
-        ring, layout = self._start("gather"), None
-        problem, rows, rest = None, 0, {}
-        try:
-            layout = self._side(side)
-            checks.root(root, ring.size)
-            checks.movable(x, axis)
-            rows = x.shape[axis]
-            rest = {"shape": (*x.shape[:axis], "rows", *x.shape[axis + 1 :]), "dtype": str(x.dtype)}
-        except Exception as error:
-            problem = error
-        common = {"call": "gather", "side": side, "axis": axis, "root": root, **rest}
-        counts = self._settle(common, rows, problem)
-        where = placement_of(layout, counts, side)
-        whole = None
-        row_bytes = x.nbytes // rows if rows else int(np.prod(x.shape[:axis] + x.shape[axis + 1 :])) * x.itemsize
-        sizes = [count * row_bytes for count in counts]
-        with self._guard():
-            if root in (None, ring.rank):
-                whole = np.empty((*x.shape[:axis], where.length, *x.shape[axis + 1 :]), x.dtype)
-            for rank, part in enumerate(ring.gather_bytes(_bytes(np.ascontiguousarray(x)), sizes, root)):
-                if whole is not None:
-                    shape = (*x.shape[:axis], counts[rank], *x.shape[axis + 1 :])
-                    index = (slice(None),) * axis + (where.positions(rank),)
-                    whole[index] = part.view(x.dtype).reshape(shape)
-        return whole
+        ring = self._start("gather")
+        common = {"call": "gather", "side": side, "axis": axis, "root": root}
+        with self._guard(TypeError, ValueError):
+            return gather_rows(ring, lambda: self._side(side), x, axis, root, common)
 
     def _side(self, side):
         return self._layouts[("queries", "keys").index(checks.choice("side", side, ("queries", "keys")))]
@@ -444,12 +402,6 @@ class BurstAttention:
         """Watch a part of a call; exceptions of the ``shared`` types are raised by all ranks alike."""
         return _Guard(self._ring, shared)
 
-    def _settle(self, common, private, problem):
-        """Exchange what the ranks say; the same first message as every other call, so that a wrong one is noticed."""
-        with self._guard(TypeError, ValueError):
-            self._ring.agreed(common, 0, False, problem is None)
-            return self._ring.settle(common, private, problem)
-
     def _agree(self, call, arrays, results) -> Plan:
         """Check this rank's arrays, ask the others, and find or make the plan; allocate what is missing."""
         ring = self._start(call)
@@ -612,11 +564,6 @@ class _Guard:
         if error is not None and not isinstance(error, self.shared):
             self.ring.fail(error)
         return False
-
-
-def _bytes(x) -> np.ndarray:
-    """See a C-contiguous array as bytes."""
-    return x.reshape(-1).view(np.uint8)
 
 
 def forward(comm, q, k, v, *, out=None, lse=None, **options):

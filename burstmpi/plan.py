@@ -33,7 +33,7 @@ class Plan:
     """
 
     def __init__(
-        self, number: int, dims: Dims, rules: Rules, where_q: Placement, where_k: Placement, ring, backend, backward: str
+        self, number, dims: Dims, rules: Rules, where_q: Placement, where_k: Placement, ring, backend, backward: str
     ):
         self.number, self.dims, self.rules = number, dims, rules
         self.where_q, self.where_k = where_q, where_k

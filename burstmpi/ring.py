@@ -84,6 +84,7 @@ class _Pending:
     text: str
     peer: int
     keep: object = None  # memory that must live as long as the request
+    receives: bool = False
 
 
 class Ring:
@@ -167,6 +168,11 @@ class Ring:
                 parts = ", ".join(f"{_clip(value)} on {_ranks(ranks)}" for value, ranks in values.items())
                 raise ValueError(f"{name}: must be the same on all ranks, got {parts}")
         return [private for _, _, private in everyone]
+
+    def meet(self, common: dict, private, error: Exception | None):
+        """Begin as every call begins, with one small reduction, so that different calls are noticed; then settle."""
+        self.agreed(common, 0, False, error is None)
+        return self.settle(common, private, error)
 
     def reduce(self, vector, op=MPI.MAX):
         """Reduce a small vector over all ranks."""
@@ -315,7 +321,8 @@ class Ring:
         return [_Pending(self.comm.Isend([p, MPI.BYTE], to, tag), text, to, p) for p in pieces]
 
     def _receive(self, buffer, nbytes, source, tag, text):
-        return [_Pending(self.comm.Irecv([p, MPI.BYTE], source, tag), text, source, p) for p in _chunks(buffer, nbytes)]
+        pieces = _chunks(buffer, nbytes)
+        return [_Pending(self.comm.Irecv([p, MPI.BYTE], source, tag), text, source, p, True) for p in pieces]
 
     # ------------------------------------------------------------ waiting
 
@@ -405,7 +412,7 @@ class Ring:
             for rank in range(self.size):
                 self._notify(rank, ("deadline" if late else "error", text))
         for pending in self._active:
-            if pending.request != MPI.REQUEST_NULL and "taken" not in pending.text:
+            if pending.receives and pending.request != MPI.REQUEST_NULL:
                 pending.request.Cancel()
         _orphans.extend(self._active)
         self._active = []

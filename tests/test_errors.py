@@ -287,7 +287,7 @@ def test_wrong_moves(comm, call, error, text):
 @pytest.mark.parametrize("name, value", [("root", np.arange(2)), ("root", threading.Lock()), ("axis", iter([]))])
 def test_values_on_one_rank_that_cannot_be_compared_or_pickled(comm, name, value):
     with BurstAttention(comm, layout="contiguous") as attn:
-        with pytest.raises(ValueError, match=f"{name}: must be .*, got ") as caught:
+        with pytest.raises(ValueError, match=f"{name}: .*, got ") as caught:
             attn.shard(np.zeros((2, 3)), **({name: value} if comm.rank == comm.size - 1 else {}))
         assert len(set(comm.allgather(str(caught.value)))) == 1
         attn.gather(np.zeros((2, 3)))
