@@ -5,6 +5,8 @@ manual with group = lane/4 and thread = lane%4.  Products are exact; the sum ove
 float64 and rounded once to float32 (the manual leaves order and inner precision open).  f64 products are a chain
 of fused multiply-adds over k.
 """
+from functools import lru_cache
+
 import numpy as np
 
 from . import floats as F
@@ -15,6 +17,7 @@ LANE = np.arange(32)
 GROUP, THREAD = LANE // 4, LANE % 4
 
 
+@lru_cache(None)
 def layout(matrix, shape, kind):
     """Return (row, col), each [register, element, lane], of operand "a", "b" or "c" of an mma.
 
@@ -105,17 +108,33 @@ class Fragment:
         return out
 
 
-def _reusable(b, ins, names):
-    """Return the pc of the latest mma before `ins` in its basic block that decoded the same unchanged registers."""
-    program, found = b.run.program, None
-    start = program.leaders[int(program.block_of[ins.pc])]
-    for other in program.code[start:ins.pc]:
-        if other.op == "mma" and other.pred is None and any(tuple(o[1] if o[0] == "r" else o for o in a[1]) == names for a in other.args[1:3] if a[0] == "v"):
-            found = other.pc
-        written, _ = definitions(other)
-        if found is not None and any(name in written for name in names):
-            found = None
-    return found
+def _fragment_names(operand):
+    return tuple(o[1] if o[0] == "r" else o for o in (operand[1] if operand[0] == "v" else [operand]))
+
+
+def _reusable(program):
+    """Return {(pc, registers): pc of an earlier mma of the basic block that decoded the same unchanged registers}."""
+    if not hasattr(program, "decoded_before"):
+        found, alive, using = {}, {}, {}
+        leaders = set(program.leaders)
+        for ins in program.code:
+            if ins.pc in leaders:
+                alive, using = {}, {}                             # registers -> pc, register -> keys
+            if ins.op == "mma":
+                for operand in ins.args[1:3]:
+                    names = _fragment_names(operand)
+                    if names in alive:
+                        found[ins.pc, names] = alive[names]
+                    if ins.pred is None:
+                        alive[names] = ins.pc
+                        for name in names:
+                            using.setdefault(name, set()).add(names)
+            if ins.op != "call":
+                for name in definitions(ins)[0]:
+                    for names in using.pop(name, ()):
+                        alive.pop(names, None)
+        program.decoded_before = found
+    return program.decoded_before
 
 
 @instruction("mma")
@@ -144,11 +163,11 @@ def mma(b, ins):
     if len(targets) != len(start) or len(targets) != (groups if dkind == "f16" else 2 * groups):
         raise unknown(ins)
     cache = b.run.__dict__.setdefault("fragments", {})            # (pc, operand) -> (serial, matrices)
-    reuse = {part.matrix: _reusable(b, ins, part.names) for part in (left, right)}
+    reuse = _reusable(run.program)
 
     def matrices(part, warps):
         if warps is None:
-            other = cache.get((reuse[part.matrix], part.names))
+            other = cache.get((reuse.get((ins.pc, part.names)), part.names))
             if other is not None and other[0] == run.serial:
                 cache[ins.pc, part.names] = other
                 return other[1]

@@ -206,13 +206,13 @@ class _Parser:
         line, space = self.line(), self.take()[1:]
         if space not in ("global", "const", "shared", "local", "param"):
             raise PtxError("PTX line %d: unknown variable space .%s" % (line, space))
-        align, size = None, None
+        align, size, kind = None, None, None
         while self.peek().startswith("."):
             word = self.take()[1:]
             if word == "align":
                 align = self.integer()
             elif word in SIZES:
-                size = SIZES[word]
+                size, kind = SIZES[word], word
             elif word in ("ptr", "global", "const", "shared", "local", "attribute", "managed"):
                 continue                                        # hints about a pointer parameter
             elif word in ("v2", "v4"):
@@ -236,7 +236,9 @@ class _Parser:
         total = 0 if unsized and data is None else element * count
         if data is not None:
             data = data.ljust(total, b"\0")
-        return Variable(name, space, total, align or element, data, extern or (unsized and data is None), fixups)
+        out = Variable(name, space, total, align or element, data, extern or (unsized and data is None), fixups)
+        out.kind = kind if total == element else None
+        return out
 
     def initialiser(self, element):
         values, fixups = bytearray(), []
