@@ -3,6 +3,8 @@
 A register is one NumPy array over all lanes of the blocks that run together.  Registers that live inside one
 basic block share arrays from a pool, so that the working set stays in the cache.
 """
+import os
+
 import numpy as np
 
 from .parser import PtxError, SIZES
@@ -75,7 +77,7 @@ class Program:
         """Return (file, line) of the CUDA C that `ins` came from, or None."""
         if ins.source is None:
             return None
-        return self.module.files.get(ins.source[0], "?"), ins.source[1]
+        return os.path.basename(self.module.files.get(ins.source[0], "?")), ins.source[1]
 
     def _blocks(self):
         leaders = {0}
