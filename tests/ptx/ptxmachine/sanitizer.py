@@ -4,7 +4,7 @@ Shared memory.  Each warp w of a block has a clock c[w]; a barrier of a set of w
 clocks of the others: known[w][u] says that accesses of warp u with a clock below it come before what w does now.
 Per granule (1, 2, 4 or 16 bytes, the smallest access of the kernel) we keep
     wrote[g]     clock of the last write, or NEVER, or IN_FLIGHT (a cp.async that nobody waited for)
-    writer[g]    its warp, or ATOMIC
+    writer[g]    its warp; ATOMIC + warp if it was an atomic; MANY after atomics of several warps
     read[w, g]   1 + clock of warp w's last read
 A read is right if the last write is the warp's own or is known; a write is right if the last write and all other
 warps' reads are known.  A cp.async writes at its start for the second rule (it may land early) and at its wait for
@@ -13,7 +13,7 @@ the first (it may land late), so that neither order hides the other's mistakes.
 import numpy as np
 
 NEVER, IN_FLIGHT = np.uint32(0xFFFFFFFF), np.uint32(0xFFFFFFFE)
-ATOMIC = 255
+ATOMIC, MANY = 64, 255                            # a block has at most 32 warps
 
 
 class SharedShadow:
@@ -92,6 +92,16 @@ class SharedShadow:
         read[at] = stamp if per == 1 else stamp[:, None]
         return fault
 
+    def _unordered(self, value, who, block, local, warp):
+        """Return where the last write (clock `value`, writer `who`) is not ordered before warp `local`."""
+        author = np.where(who == MANY, 0, who % ATOMIC)
+        unknown = (value >= self.known[block, local, author]) & (author != local)
+        return np.where(who == MANY, value >= self.floor[warp], unknown)
+
+    @staticmethod
+    def _name(who):
+        return "atomics of several warps" if who == MANY else "an atomic of warp %d" % (who - ATOMIC) if who >= ATOMIC else "warp %d" % who
+
     def _explain_read(self, bad, wrote, warp, index, per):
         where = np.nonzero(bad)
         lane = where[0]
@@ -100,9 +110,7 @@ class SharedShadow:
         block, local = warp[lane] // self.warps, warp[lane] % self.warps
         never = value == NEVER
         flight = value == IN_FLIGHT
-        safe_who = np.where(who == ATOMIC, 0, who)
-        unknown = value >= self.known[block, local, safe_who]
-        race = ~never & ~flight & (who != local) & (unknown | (who == ATOMIC) & (value >= self.floor[warp[lane]]))
+        race = ~never & ~flight & self._unordered(value, who, block, local, warp[lane])
         wrong = never | flight | race
         if not wrong.any():
             return None
@@ -112,7 +120,7 @@ class SharedShadow:
             return int(lane[first]), "uninitialised read", "shared byte %d was never written" % byte
         if flight[first]:
             return int(lane[first]), "race", "shared byte %d is read while a cp.async of warp %d writes it" % (byte, who[first])
-        name = "another warp" if who[first] == ATOMIC else "warp %d" % who[first]
+        name = self._name(who[first])
         return int(lane[first]), "race", "shared byte %d is read, %s wrote it, no barrier between" % (byte, name)
 
     def on_write(self, warp, index, nbytes, flight=False, atomic=False):
@@ -143,8 +151,18 @@ class SharedShadow:
         stamp = np.full(len(index), IN_FLIGHT, np.uint32) if flight else self.clock.ravel()[warp]
         wide[index] = stamp if per == 1 else stamp[:, None]
         writer = self._granules(self.writer, per)
-        who = np.uint8(ATOMIC) if atomic else local.astype(np.uint8)
-        writer[index] = who if per == 1 or atomic else who[:, None]
+        who = local.astype(np.uint8)
+        if atomic:
+            who = who + np.uint8(ATOMIC)
+            before = writer[index]
+            mine = who if per == 1 else who[:, None]
+            unordered = bad & (before >= ATOMIC) & (before != mine) & (wrote != NEVER)
+            writer[index] = mine
+            mixed = unordered | (writer[index] != mine)       # several warps, now or since the last barrier
+            if mixed.any():
+                writer[index[mixed if per == 1 else mixed.any(1)]] = MANY
+        else:
+            writer[index] = who if per == 1 else who[:, None]
         if fault is None and not atomic:
             kept = writer[index] if per == 1 else writer[index][:, 0]
             if (kept != local).any():
@@ -160,10 +178,9 @@ class SharedShadow:
         value, who = wrote[where], self.writer[granule]
         block, local = warp[lane] // self.warps, warp[lane] % self.warps
         flight = value == IN_FLIGHT
-        safe_who = np.where(who == ATOMIC, 0, who)
-        unknown = value >= self.known[block, local, safe_who]
-        race = (value != NEVER) & ~flight & (who != local) & unknown
-        race = race & (who != ATOMIC) if atomic else race | ((who == ATOMIC) & (value != NEVER) & ~flight & (value >= self.floor[warp[lane]]))
+        race = (value != NEVER) & ~flight & self._unordered(value, who, block, local, warp[lane])
+        if atomic:                                            # atomics among themselves are no race
+            race &= who < ATOMIC
         wrong = flight | race
         if not wrong.any():
             return None
@@ -171,7 +188,7 @@ class SharedShadow:
         byte = int(granule[first] % self.per_block) * self.granule
         if flight[first]:
             return int(lane[first]), "race", "shared byte %d is written while a cp.async of warp %d writes it" % (byte, who[first])
-        name = "another warp" if who[first] == ATOMIC else "warp %d" % who[first]
+        name = self._name(who[first])
         return int(lane[first]), "race", "shared byte %d is written, %s wrote it, no barrier between" % (byte, name)
 
     def landed(self, warp, index, nbytes):
