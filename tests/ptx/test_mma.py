@@ -56,7 +56,7 @@ def fragment(matrices, place, kind):
     out = np.empty((len(matrices), 32, count), encode(0.0, kind).dtype)
     for lane in range(32):
         for i in range(count):
-            out[:, lane, i] = encode(matrices[:, *place(lane // 4, lane % 4, i)], kind)
+            out[:, lane, i] = encode(matrices[(slice(None), *place(lane // 4, lane % 4, i))], kind)
     if out.dtype == np.uint16:
         out = out.view(np.uint32)
     return np.ascontiguousarray(out.swapaxes(1, 2))
@@ -72,7 +72,7 @@ def unfragment(registers, shape, kind):
     out = np.empty((len(registers), m, n))
     for lane in range(32):
         for i in range(elements.shape[2]):
-            out[:, *C(lane // 4, lane % 4, i)] = elements[:, lane, i]
+            out[(slice(None), *C(lane // 4, lane % 4, i))] = elements[:, lane, i]
     return out
 
 
