@@ -93,21 +93,28 @@ class Access:
             at = int(np.flatnonzero(differ if differ.ndim == 1 else differ.any(1))[0])
             raise self.run.fault("race", (text + " gets two values in one instruction") % address[at], ins, lanes[at])
 
+    def _inside(self, memory, address, nbytes, lanes, ins, verb, space, owner):
+        """Return the addresses as int64; refuse what lies outside of all variables of a block or thread."""
+        where = address.view(np.int64)
+        beyond = address.size and (memory.size < nbytes or address.max() > np.uint64(memory.size - nbytes))
+        if not beyond and memory.valid is None:
+            return where
+        bad = (address + np.uint64(nbytes) > np.uint64(memory.size)) | (address > np.uint64(memory.size))
+        if memory.valid is not None and memory.size:
+            inner = np.where(bad, 0, where)
+            bad = bad | ~(memory.valid[inner] & memory.valid[np.minimum(inner + nbytes - 1, memory.size - 1)])
+        if bad.any():
+            at = int(np.flatnonzero(bad)[0])
+            raise self.run.fault("out of bounds", "%s of %d bytes at %s address %d of the %s, behind a variable or beyond its %d bytes"
+                                 % (verb, nbytes, space, address[at], owner, memory.size), ins, lanes[at])
+        return where
+
     # --- shared ---------------------------------------------------------------------------------------------------
     def shared_index(self, lanes, address, nbytes, ins, verb):
         """Return the index in units of nbytes in the array of all blocks' shared memory."""
         run = self.run
         self._aligned(address, nbytes, lanes, ins, "shared")
-        memory = run.shared
-        if address.size and address.max() > np.uint64(max(memory.size - nbytes, 0)) or memory.size < nbytes:
-            at = int(np.flatnonzero(address + np.uint64(nbytes) > np.uint64(memory.size))[0])
-            raise run.fault("out of bounds", "%s of %d bytes at shared address %d, the block has %d bytes" % (verb, nbytes, address[at], memory.size), ins, lanes[at])
-        where = address.view(np.int64)
-        if memory.valid is not None:
-            good = memory.valid[where] & memory.valid[where + (nbytes - 1)]
-            if not good.all():
-                at = int(np.flatnonzero(~good)[0])
-                raise run.fault("out of bounds", "%s of %d bytes at shared address %d, behind a variable" % (verb, nbytes, address[at]), ins, lanes[at])
+        where = self._inside(run.shared, address, nbytes, lanes, ins, verb, "shared", "block")
         return (run.shared_base[lanes] + where) >> (nbytes.bit_length() - 1)
 
     def load_shared(self, lanes, address, nbytes, unit, ins):
@@ -139,14 +146,7 @@ class Access:
     def _local_index(self, lanes, address, nbytes, ins, verb):
         run = self.run
         self._aligned(address, nbytes, lanes, ins, "local")
-        if address.size and (run.local.size < nbytes or address.max() > np.uint64(run.local.size - nbytes)):
-            at = int(np.flatnonzero(address + np.uint64(nbytes) > np.uint64(run.local.size))[0])
-            raise run.fault("out of bounds", "%s of %d bytes at local address %d, the thread has %d bytes" % (verb, nbytes, address[at], run.local.size), ins, lanes[at])
-        where = address.view(np.int64)
-        good = run.local.valid[where] & run.local.valid[where + (nbytes - 1)]
-        if not good.all():
-            at = int(np.flatnonzero(~good)[0])
-            raise run.fault("out of bounds", "%s of %d bytes at local address %d, behind a variable" % (verb, nbytes, address[at]), ins, lanes[at])
+        where = self._inside(run.local, address, nbytes, lanes, ins, verb, "local", "thread")
         return (run.local_base[lanes] + where) >> (nbytes.bit_length() - 1)
 
     def load_local(self, lanes, address, nbytes, unit, ins):

@@ -225,7 +225,13 @@ class Run:
                 builder = BUILDERS.get(ins.op)
                 if builder is None:
                     raise PtxError("kernel %s, PTX line %d: unknown instruction %s" % (self.program.name, ins.line, ins.opcode))
-                operation = builder(binder, ins)
+                try:
+                    operation = builder(binder, ins)
+                except PtxError:
+                    raise
+                except Exception as error:
+                    raise PtxError("kernel %s, PTX line %d: %s cannot be read: %s: %s" % (
+                        self.program.name, ins.line, ins.opcode, type(error).__name__, error)) from error
                 if ins.pred is not None:
                     operation = self._predicated(operation, *ins.pred)
                 self.ops.append(operation)

@@ -14,6 +14,8 @@ def _ufunc(b, ins, ufunc, kind, sources=None):
     """Build d = ufunc(a, ...) for a NumPy ufunc that keeps the type."""
     values = [b.source(a, kind) for a in (sources or ins.args[1:])]
     target = b.target(ins.args[0], kind)
+    if len(values) != ufunc.nin:
+        raise PtxError("PTX line %d: %s takes %d operands" % (ins.line, ins.opcode, ufunc.nin))
     return lambda g: ufunc(*values, out=target, where=g.where)
 
 

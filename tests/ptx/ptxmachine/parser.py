@@ -478,12 +478,13 @@ class _Body:
 
     def arguments(self):
         args = []
-        while not self.p.accept(";"):
+        if self.p.accept(";"):
+            return args
+        while True:
             args.append(self.operand())
             if not self.p.accept(","):
                 self.p.take(";")
-                break
-        return args
+                return args
 
     def call_arguments(self):
         """`call (returns), name, (args);` → [returns, name, args]"""
