@@ -8,7 +8,7 @@ import bisect
 
 import numpy as np
 
-GLOBAL_BASE = 0x7F0000000000
+GLOBAL_BASE = 0xA00000000000                      # beyond what a host pointer can be
 SHARED_WINDOW = 0x010000000000
 LOCAL_WINDOW = 0x020000000000
 PARAM_WINDOW = 0x030000000000
@@ -57,7 +57,7 @@ class GlobalMemory:
 
     @staticmethod
     def _guard(size):
-        return max(4096, min(-(-size // ALIGN) * ALIGN, 1 << 20))
+        return max(4096, min(-(-size // ALIGN) * ALIGN, 1 << 16))
 
     def _find(self, size):
         guard = self._guard(size)

@@ -4,7 +4,7 @@ import numpy as np
 from ..memory import GLOBAL_BASE, WRITTEN
 from . import copies
 from .errors import CUDARuntimeError
-from .memory import MemoryPointer, UnownedMemory, alloc, allocation_of, is_pinned
+from .memory import MemoryPointer, UnownedMemory, alloc, is_pinned
 from .state import simulation
 
 
@@ -30,6 +30,32 @@ class Flags:
 
     def __getitem__(self, name):
         return getattr(self, {"C": "c_contiguous", "F": "f_contiguous", "O": "owndata"}.get(name, name.lower()))
+
+
+class Elements:
+    """Where the elements of an array lie, for work that runs later."""
+
+    def __init__(self, ptr, shape, strides, dtype):
+        self.ptr, self.shape, self.strides, self.dtype = ptr, shape, strides, dtype
+        self.size = int(np.prod(shape, dtype=np.int64))
+
+    def span(self):
+        """Return the bytes [start, end) from the first to the last element."""
+        low, high = 0, self.dtype.itemsize
+        for n, step in zip(self.shape, self.strides):
+            low, high = low + min(0, (n - 1) * step), high + max(0, (n - 1) * step)
+        return (self.ptr + low, self.ptr + high) if self.size else (self.ptr, self.ptr)
+
+    def view(self, array="data"):
+        """Return the bytes (or their state) as a strided NumPy view; refuse freed memory."""
+        memory = simulation().machine.memory
+        if not self.size:
+            return np.empty(self.shape, self.dtype if array == "data" else np.uint8)
+        start, end = self.span()
+        memory.span(start, end - start)
+        if array == "data":
+            return np.ndarray(self.shape, self.dtype, memory.data, self.ptr - GLOBAL_BASE, self.strides)
+        return np.ndarray(self.shape + (self.dtype.itemsize,), np.uint8, memory.state, self.ptr - GLOBAL_BASE, self.strides + (1,))
 
 
 class ndarray:
@@ -116,18 +142,9 @@ class ndarray:
         return self.get().tolist()
 
     # --- views ------------------------------------------------------------------------------------------------------
-    def _host(self, array="data"):
-        """Return the bytes (or their state) as a strided NumPy view: for operations that run now."""
-        memory = simulation().machine.memory
-        if not self.size:
-            return np.empty(self.shape, self.dtype if array == "data" else np.uint8)
-        start, low, high = self.data.ptr - GLOBAL_BASE, 0, self.itemsize
-        for n, step in zip(self.shape, self.strides):
-            low, high = low + min(0, (n - 1) * step), high + max(0, (n - 1) * step)
-        memory.span(self.data.ptr + low, high - low)                     # refuses freed memory
-        if array == "data":
-            return np.ndarray(self.shape, self.dtype, memory.data, start, self.strides)
-        return np.ndarray(self.shape + (self.itemsize,), np.uint8, memory.state, start, self.strides + (1,))
+    def _raw(self):
+        """Return where the elements lie, without keeping the memory alive: pending work does not own it."""
+        return Elements(self.data.ptr, self.shape, self.strides, self.dtype)
 
     def _like(self, view):
         """Return the device array for a NumPy view of a shadow of this array (see _shadow)."""
@@ -180,35 +197,44 @@ class ndarray:
         return self._like(self._shadow().view(dtype) if dtype is not None else self._shadow())
 
     # --- work in stream order -------------------------------------------------------------------------------------------
-    def _enqueue(self, label, action, others=(), stream=None):
+    def _enqueue(self, label, action, reads=(), writes=(), stream=None):
+        """Enqueue work; `reads` and `writes` are device arrays or byte spans (start, end) of pinned memory."""
         from .streams import get_current_stream
-        sim = simulation()
         stream = get_current_stream() if stream is None else stream
-        for array in (self, *others):
-            if array.data.device_id != stream.device_id:
-                raise CUDARuntimeError("cudaErrorInvalidDevice", "array of device %d used on %s of device %d" % (array.data.device_id, stream.name, stream.device_id))
-        sim.enqueue(stream, label, action, [allocation_of(a.data.ptr) for a in (self, *others)])
+        touches = []
+        for items, writing in ((reads, False), (writes, True)):
+            for item in items:
+                if isinstance(item, ndarray):
+                    if item.data.device_id != stream.device_id:
+                        raise CUDARuntimeError("cudaErrorInvalidDevice", "array of device %d used on %s of device %d"
+                                               % (item.data.device_id, stream.name, stream.device_id))
+                    item = item._raw().span()
+                touches.append((*item, writing))
+        simulation().enqueue(stream, label, action, touches)
 
     def fill(self, value):
         """Set all elements, in the order of the current stream."""
-        value = np.asarray(value).astype(self.dtype)
+        value, raw = np.asarray(value).astype(self.dtype), self._raw()
 
         def action():
-            self._host()[...] = value
-            self._host("state")[...] |= WRITTEN
-        self._enqueue("fill %d" % self.nbytes, action)
+            raw.view()[...] = value
+            raw.view("state")[...] |= WRITTEN
+        self._enqueue("fill %d" % self.nbytes, action, writes=(self,))
 
     def _assign(self, source):
         """Copy (with cast and broadcast) another device array into this one."""
         np.broadcast_to(np.empty(source.shape, np.uint8), self.shape)
+        to, of = self._raw(), source._raw()
 
         def action():
-            data = source._host().astype(self.dtype)
-            written = (source._host("state") & WRITTEN).all(-1)
-            self._host()[...] = data
-            state = self._host("state")
-            state[...] = np.where(np.broadcast_to(written, self.shape)[..., None], state | WRITTEN, state & ~np.uint8(WRITTEN))
-        self._enqueue("copy %d" % self.nbytes, action, (source,))
+            if not to.size:
+                return
+            data = of.view().astype(to.dtype)
+            written = (of.view("state") & WRITTEN).all(-1)
+            to.view()[...] = data
+            state = to.view("state")
+            state[...] = np.where(np.broadcast_to(written, to.shape)[..., None], state | WRITTEN, state & ~np.uint8(WRITTEN))
+        self._enqueue("copy %d" % self.nbytes, action, (source,), (self,))
 
     def __setitem__(self, index, value):
         target = self[index]
@@ -242,11 +268,14 @@ class ndarray:
             if not result.flags.forc or (result.nbytes and not is_pinned(result.ctypes.data, result.nbytes)):
                 raise ValueError("get(blocking=False): out is not pinned host memory")
 
+        raw = self._raw()
+
         def action():
-            if self.size:
-                copies.check_written(self._host("state"), "copy to the host")
-                result[...] = self._host()
-        self._enqueue("copy D2H %d" % self.nbytes, action, stream=stream)
+            if raw.size:
+                copies.check_written(raw.view("state"), "copy to the host")
+                result[...] = raw.view()
+        host = (result.ctypes.data, result.ctypes.data + result.nbytes)
+        self._enqueue("copy D2H %d" % self.nbytes, action, (self,), (host,), stream)
         if blocking:
             simulation().finish_stream(stream)
         return result
@@ -263,13 +292,14 @@ class ndarray:
         pinned = arr.flags.forc and is_pinned(arr.ctypes.data, arr.nbytes)
         if stream is not None and not pinned and arr.nbytes:
             raise ValueError("set(stream=...): host memory is not pinned: an asynchronous copy would block or race")
-        source = arr if pinned else arr.copy()
+        source, raw = arr if pinned else arr.copy(), self._raw()
 
         def action():
-            if self.size:
-                self._host()[...] = source
-                self._host("state")[...] |= WRITTEN
-        self._enqueue("copy H2D %d" % self.nbytes, action, stream=stream or get_current_stream())
+            if raw.size:
+                raw.view()[...] = source
+                raw.view("state")[...] |= WRITTEN
+        host = (source.ctypes.data, source.ctypes.data + source.nbytes)
+        self._enqueue("copy H2D %d" % self.nbytes, action, (host,), (self,), stream or get_current_stream())
 
 
 # --- making arrays -----------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ import numpy as np
 
 from ..faults import Fault
 from ..memory import WRITTEN
-from .memory import allocation_of, is_pinned
+from .memory import is_pinned
 from .state import simulation
 
 
@@ -42,7 +42,8 @@ def device_to_device(dst, src, size, stream=None):
         data, state = memory.span(src_ptr, size)
         data, state = data.copy(), state.copy()
         to[:], to_state[:] = data, state
-    simulation().enqueue(_stream(stream), "copy D2D %d" % size, action, (allocation_of(dst_ptr), allocation_of(src_ptr)))
+    simulation().enqueue(_stream(stream), "copy D2D %d" % size, action,
+                         ((dst_ptr, dst_ptr + size, True), (src_ptr, src_ptr + size, False)))
 
 
 def host_to_device(dst, host, size, stream=None):
@@ -55,7 +56,8 @@ def host_to_device(dst, host, size, stream=None):
         to, state = memory.span(dst_ptr, size)
         to[:] = _host_bytes(address, size)
         state[:] |= WRITTEN
-    simulation().enqueue(_stream(stream), "copy H2D %d" % size, action, (allocation_of(dst_ptr),))
+    simulation().enqueue(_stream(stream), "copy H2D %d" % size, action,
+                         ((dst_ptr, dst_ptr + size, True), (address, address + size, False)))
 
 
 def device_to_host(host, src, size, stream=None):
@@ -68,7 +70,8 @@ def device_to_host(host, src, size, stream=None):
         data, state = memory.span(src_ptr, size)
         check_written(state, "copy to the host")
         _host_bytes(address, size)[:] = data
-    simulation().enqueue(_stream(stream), "copy D2H %d" % size, action, (allocation_of(src_ptr),))
+    simulation().enqueue(_stream(stream), "copy D2H %d" % size, action,
+                         ((src_ptr, src_ptr + size, False), (address, address + size, True)))
 
 
 def memset(dst, value, size, stream=None):
@@ -78,4 +81,4 @@ def memset(dst, value, size, stream=None):
         to, state = memory.span(ptr, size)
         to[:] = value
         state[:] |= WRITTEN
-    simulation().enqueue(_stream(stream), "memset %d" % size, action, (allocation_of(ptr),))
+    simulation().enqueue(_stream(stream), "memset %d" % size, action, ((ptr, ptr + size, True),))

@@ -1,4 +1,5 @@
 """Device memory, pools and pinned host memory of the stand-in."""
+import bisect
 import ctypes
 import weakref
 
@@ -55,7 +56,7 @@ class Memory(BaseMemory):
 
 def _free(sim, ptr, size, device, stream, pooled):
     sim.used[device] -= size
-    others = sim.in_flight(ptr, stream if pooled else None)
+    others = sim.in_flight(ptr, size, stream if pooled else None)
     if others and sim.error is None:
         names = sorted({"%s on %s" % (op.label, op.stream.name) for op in others})
         sim.error = RuntimeError("memory of %d bytes was freed while still in use by %s" % (size, ", ".join(names)))
@@ -64,7 +65,7 @@ def _free(sim, ptr, size, device, stream, pooled):
     if mine is None or mine.done or sim.error is not None:
         sim.machine.memory.free(ptr)
     else:
-        sim.enqueue(stream, "free %d bytes" % size, lambda: sim.machine.memory.free(ptr), (ptr,))
+        sim.enqueue(stream, "free %d bytes" % size, lambda: sim.machine.memory.free(ptr), ((ptr, ptr + size, True),))
 
 
 class UnownedMemory(BaseMemory):
@@ -204,11 +205,11 @@ def is_pinned(address, size):
 
 
 def allocation_of(ptr):
-    """Return the address of the allocation that `ptr` points into, or None."""
-    import bisect
+    """Return (address, size) of the allocation that `ptr` points into, or None."""
     memory = simulation().machine.memory
     at = bisect.bisect_right(memory.starts, ptr - GLOBAL_BASE) - 1
     if at < 0:
         return None
     start = memory.starts[at]
-    return GLOBAL_BASE + start if ptr - GLOBAL_BASE < start + max(memory.sizes[start], 1) else None
+    size = memory.sizes[start]
+    return (GLOBAL_BASE + start, size) if ptr - GLOBAL_BASE < start + max(size, 1) else None

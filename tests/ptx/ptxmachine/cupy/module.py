@@ -7,7 +7,9 @@ import numpy as np
 
 from ..faults import LaunchError
 from ..nvrtc import CompileError, cache_folder, default_toolkit
-from ..program import TYPES
+from ..ops_memory import space_of
+from ..parser import SIZES
+from ..program import TYPES, definitions, registers_of
 from .array import ndarray
 from .errors import CompileException, CUDADriverError
 from .memory import MemoryPointer, allocation_of
@@ -208,6 +210,7 @@ def pack_arguments(program, args, device):
     if not isinstance(args, (tuple, list)) or len(args) != len(params):
         raise TypeError("kernel %s: %d arguments expected, got %s" % (name, len(params), len(args) if isinstance(args, (tuple, list)) else args))
     out, touches = bytearray(program.function.param_bytes), []
+    written = written_parameters(program)
     for i, (arg, param) in enumerate(zip(args, params)):
         where = "kernel %s, argument %d" % (name, i)
         if isinstance(arg, (ndarray, MemoryPointer)):
@@ -215,7 +218,8 @@ def pack_arguments(program, args, device):
             if pointer.device_id != device:
                 raise ValueError("%s: array of device %d in a launch on device %d" % (where, pointer.device_id, device))
             data = struct.pack("<Q", pointer.ptr)
-            touches.append(allocation_of(pointer.ptr))
+            span = arg._raw().span() if isinstance(arg, ndarray) else _whole(pointer.ptr)
+            touches.append((*span, written is None or (i, 0) in written or (i, None) in written))
             if param.size != 8:
                 raise TypeError("%s: an array for a parameter of %d bytes" % (where, param.size))
         elif arg is None:
@@ -224,6 +228,10 @@ def pack_arguments(program, args, device):
             raise TypeError("Unsupported type %s (%s): a NumPy array is not on the device" % (type(arg), where))
         elif isinstance(arg, (np.generic, np.ndarray)):
             data = arg.tobytes()
+            for at in range(0, len(data) - 7, 8):             # pointers inside of a struct, or as a number
+                span = _whole(struct.unpack_from("<Q", data, at)[0])
+                if span[1] > span[0]:
+                    touches.append((*span, written is None or (i, at) in written or (i, None) in written))
         elif isinstance(arg, bool):
             data = struct.pack("<?", arg)
         elif isinstance(arg, int):
@@ -242,6 +250,66 @@ def pack_arguments(program, args, device):
             raise TypeError("%s: %r for a parameter of type .%s" % (where, type(arg).__name__, kind))
         out[param.offset:param.offset + param.size] = data
     return bytes(out), touches
+
+
+def _whole(ptr):
+    """Return the span of the allocation that a pointer points into (empty if none)."""
+    found = allocation_of(ptr)
+    return (found[0], found[0] + found[1]) if found else (ptr, ptr)
+
+
+def written_parameters(program):
+    """Return {(parameter, byte)} whose pointers the kernel may store through, or None if it cannot be told.
+
+    Follows every register back to the parameters it is made of, whatever the path; loads from memory end a trail, and
+    a store through a pointer that was itself loaded leaves the question open.
+    """
+    if hasattr(program, "written_parameters"):
+        return program.written_parameters
+    index = {param.name: i for i, param in enumerate(program.function.params)}
+    origin = {}
+
+    def trail(operand):
+        if operand[0] == "s":
+            return {(index[operand[1]], None)} if operand[1] in index else {("variable", operand[1])} if operand[1] in program.module.variables or \
+                operand[1] in program.function.variables else set()
+        return set().union(*(origin.get(name, set()) for name in registers_of(operand)))
+
+    changed = True
+    while changed:
+        changed = False
+        for ins in program.code:
+            if ins.op in ("bra", "call") or not ins.args:
+                continue
+            results, _ = definitions(ins)
+            if ins.op == "ld" and space_of(ins) == "param":
+                base = ins.args[1][1]
+                if base[0] == "s" and base[1] in index:
+                    size = SIZES[ins.mods[-1]]
+                    sets = [{(index[base[1]], ins.args[1][2] + size * n)} for n in range(len(results))]
+                else:
+                    sets = [{(key[0], None) for key in trail(base)}] * len(results)
+            elif ins.op in ("ld", "ldu", "ldmatrix", "atom"):
+                sets = [{"memory"}] * len(results)
+            else:
+                found = set().union(*(trail(a) for a in ins.args[1:])) if len(ins.args) > 1 else set()
+                sets = [found] * len(results)
+            for name, new in zip(results, sets):
+                old = origin.setdefault(name, set())
+                if not new <= old:
+                    old |= new
+                    changed = True
+    written = set()
+    for ins in program.code:
+        if ins.op in ("st", "atom", "red") and space_of(ins) in ("global", "generic"):
+            found = trail(ins.args[1 if ins.op == "atom" else 0][1])
+            keys = {key for key in found if isinstance(key, tuple) and isinstance(key[0], int)}
+            if not keys and "memory" in found:
+                written = None
+                break
+            written |= keys
+    program.written_parameters = written
+    return written
 
 
 INTEGER_KINDS = {kind for kind in TYPES if kind[0] in "us"}

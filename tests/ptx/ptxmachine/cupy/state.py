@@ -8,6 +8,7 @@ blocking streams.
 import itertools
 import os
 
+from ..faults import Fault
 from ..machine import Machine
 from ..memory import GlobalMemory
 
@@ -17,7 +18,7 @@ ARCHITECTURES = {"75": (64 << 10, 64 << 10, 40), "80": (163 << 10, 164 << 10, 10
 
 
 class Operation:
-    """A unit of work in a stream.  `touches` are the allocations that it reads or writes."""
+    """A unit of work in a stream.  `touches` are the bytes [start, end) that it reads or writes: (start, end, writes)."""
 
     __slots__ = ("stream", "label", "action", "waits_for", "done", "touches", "serial")
 
@@ -37,9 +38,12 @@ class Simulation:
     streams         "lazy", or "eager": everything happens at once (to show what laziness finds)
     polls           a query answers "not yet" so often before the work is done
     host_reads      a copy to the host of bytes that nobody wrote is a fault
+    hazards         work that touches the same bytes as pending work of another stream, one of them writing, with no
+                    event between, is a fault at once
+    memory          bytes of each device
     """
 
-    def __init__(self, arch=None, devices=None, streams=None, polls=2, host_reads=True, memory=None, **switches):
+    def __init__(self, arch=None, devices=None, streams=None, polls=2, host_reads=True, hazards=True, memory=None, **switches):
         self.arch = str(arch or os.environ.get("PTX_MACHINE_ARCH", "80"))
         if self.arch not in ARCHITECTURES:
             raise ValueError("arch: one of %s expected, got %r" % (sorted(ARCHITECTURES), self.arch))
@@ -47,9 +51,9 @@ class Simulation:
         self.streams = streams or os.environ.get("PTX_MACHINE_STREAMS", "lazy")
         if self.streams not in ("lazy", "eager"):
             raise ValueError("streams: 'lazy' or 'eager' expected, got %r" % (self.streams,))
-        self.polls, self.host_reads = polls, host_reads
-        self.memory_bytes = int(memory or os.environ.get("PTX_MACHINE_MEMORY", 1 << 30))
-        self.machine = Machine(GlobalMemory(self.memory_bytes * self.device_count), **switches)
+        self.polls, self.host_reads, self.hazards = polls, host_reads, hazards
+        self.memory_bytes = int(memory or os.environ.get("PTX_MACHINE_MEMORY", 1 << 29))
+        self.machine = Machine(GlobalMemory(2 * self.memory_bytes * self.device_count + (1 << 26)), **switches)   # room for guards
         self.device = 0                           # current device
         self.error = None                         # sticky, as in CUDA: what ended the device's life
         self.last = {}                            # stream -> last Operation
@@ -91,6 +95,8 @@ class Simulation:
             if default is not None and not default.done:
                 waits.append(default)
         op = Operation(stream, label, action, waits, tuple(touches))
+        if self.hazards:
+            self._check_order(op)
         self.last[stream] = op
         if stream.null:
             self.last_default[stream.device_id] = op
@@ -99,6 +105,26 @@ class Simulation:
         if self.streams == "eager":
             self.finish(op)
         return op
+
+    def _check_order(self, op):
+        """Refuse work that conflicts with pending work that it does not wait for.
+
+        Work that is done was waited for by the host, so it comes before all that is enqueued now.
+        """
+        clashes = [other for other in self.live.values() for start, end, writes in op.touches for s, e, w in other.touches
+                   if start < e and s < end and (writes or w)]
+        if not clashes:
+            return
+        before, stack = set(), list(op.waits_for)
+        while stack:
+            other = stack.pop()
+            if other.serial not in before:
+                before.add(other.serial)
+                stack.extend(o for o in other.waits_for if not o.done)
+        for other in clashes:
+            if other.serial not in before:
+                raise Fault("stream race", "%s on %s and %s on %s touch the same bytes, no event between"
+                            % (other.label, other.stream.name, op.label, op.stream.name))
 
     def finish(self, op):
         """Run `op` and all that it waits for."""
@@ -142,9 +168,9 @@ class Simulation:
             if stream.device_id == device:
                 self.finish_stream(stream)
 
-    def in_flight(self, allocation, but=None):
-        """Return the pending operations that touch an allocation, without those of stream `but`."""
-        return [op for op in self.live.values() if allocation in op.touches and op.stream is not but]
+    def in_flight(self, start, size, but=None):
+        """Return the pending operations that touch the bytes [start, start + size), without those of stream `but`."""
+        return [op for op in self.live.values() if op.stream is not but and any(s < start + size and start < e for s, e, _ in op.touches)]
 
 
 _simulation = None
