@@ -72,7 +72,7 @@ def test_out_of_memory_tells_the_bytes():
     cupy = standin
     cupy.reset(arch="80", memory=1 << 20)
     keep = cupy.empty(500_000, np.uint8)
-    with pytest.raises(cupy.cuda.OutOfMemoryError, match="allocating 600000 bytes .allocated so far: 500000 bytes"):
+    with pytest.raises(cupy.cuda.memory.OutOfMemoryError, match="allocating 600000 bytes .allocated so far: 500000 bytes"):
         cupy.empty(600_000, np.uint8)
     assert cupy.cuda.Device().mem_info == ((1 << 20) - 500_000, 1 << 20) and cupy.cuda.runtime.memGetInfo()[0] == (1 << 20) - 500_000
     del keep
@@ -156,7 +156,7 @@ def test_compile_errors_and_missing_kernels(cupy):
         cupy.RawModule(code='extern "C" __global__ void k(float* x) { oops; }').get_function("k")
     with pytest.raises(cupy.cuda.driver.CUDADriverError, match="not found.*axpy"):
         cupy.RawModule(code=AXPY).get_function("other")
-    for bad in ({"options": "-O3"}, {"options": (3,)}, {}, {"code": AXPY, "path": "x"}):
+    for bad in ({"options": "-O3"}, {"options": ["-O3"]}, {"options": (3,)}, {}, {"code": AXPY, "path": "x"}):
         with pytest.raises(TypeError):
             cupy.RawModule(**({"code": AXPY} if "options" in bad else {}), **bad)
     with pytest.raises(ValueError, match="architecture is the device's"):
@@ -220,7 +220,7 @@ own = {"reset", "simulation", "install", "uninstall", "array", "module", "state"
 missing = [n for n in dir(s) if not n.startswith("_") and n not in own and not hasattr(real, n)]
 pairs = [(s.cuda, real.cuda), (s.cuda.runtime, real.cuda.runtime), (s.ndarray, real.ndarray), (s.RawModule, real.RawModule), (s.RawKernel, real.RawKernel),
          (s.cuda.Stream, real.cuda.Stream), (s.cuda.Event, real.cuda.Event), (s.cuda.Device, real.cuda.Device), (s.cuda.MemoryPool, real.cuda.MemoryPool)]
-helpers = {"types", "copies", "simulation", "Device", "Stream", "Memory", "default_stream", "alloc_pinned_memory", "errors", "CUDADriverError", "malloc", "name"}
+helpers = {"types", "copies", "simulation", "Device", "Stream", "Memory", "default_stream", "alloc_pinned_memory", "errors", "name", "non_blocking", "device_id"}
 for ours, theirs in pairs:
     missing += ["%%s.%%s" %% (ours.__name__, n) for n in vars(ours) if not n.startswith("_") and n not in helpers and not hasattr(theirs, n)]
 missing += [n for n in ("empty_pinned", "zeros_pinned") if not hasattr(real_x, n)]

@@ -194,15 +194,11 @@ def test_memory_freed_in_its_own_stream_is_fine(sim):
 
 
 def test_plain_cuda_malloc_is_never_freed_in_flight(sim):
-    old = cupy.cuda.get_allocator()
-    cupy.cuda.set_allocator(cupy.cuda.malloc)
-    try:
+    with cupy.cuda.using_allocator(None):
         x = cupy.zeros(4, np.float32)
         del x
         with pytest.raises(RuntimeError, match="freed while still in use"):
             cupy.cuda.Device().synchronize()
-    finally:
-        cupy.cuda.set_allocator(old)
 
 
 def test_a_fault_is_sticky(sim):

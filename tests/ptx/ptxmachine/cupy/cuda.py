@@ -4,14 +4,12 @@ import types
 from . import errors as _errors
 from . import memory as _memory
 from . import runtime
-from .errors import CUDADriverError, CUDARuntimeError
-from .memory import (Memory, MemoryPointer, MemoryPool, OutOfMemoryError, PinnedMemory, PinnedMemoryPointer, UnownedMemory, alloc,
-                     alloc_pinned_memory, get_allocator, malloc, set_allocator)
+from .memory import (Memory, MemoryPointer, MemoryPool, PinnedMemory, PinnedMemoryPointer, UnownedMemory, alloc, alloc_pinned_memory,
+                     get_allocator, set_allocator, using_allocator)
 from .streams import Device, Event, Stream, get_current_stream
 
-runtime.CUDARuntimeError = CUDARuntimeError
 memory = _memory
-driver = types.SimpleNamespace(CUDADriverError=CUDADriverError)
+driver = types.SimpleNamespace(CUDADriverError=_errors.CUDADriverError)
 compiler = types.SimpleNamespace(CompileException=_errors.CompileException)
 stream = types.SimpleNamespace(Stream=Stream, Event=Event, get_current_stream=get_current_stream)
 device = types.SimpleNamespace(Device=Device)
@@ -25,6 +23,6 @@ def get_device_id():
     return runtime.getDevice()
 
 
-__all__ = ["CUDADriverError", "Device", "Event", "Memory", "MemoryPointer", "MemoryPool", "OutOfMemoryError", "PinnedMemory",
+__all__ = ["Device", "Event", "Memory", "MemoryPointer", "MemoryPool", "PinnedMemory",
            "PinnedMemoryPointer", "Stream", "UnownedMemory", "alloc", "alloc_pinned_memory", "get_allocator", "get_current_stream",
-           "get_device_id", "is_available", "malloc", "runtime", "set_allocator"]
+           "get_device_id", "is_available", "runtime", "set_allocator", "using_allocator"]

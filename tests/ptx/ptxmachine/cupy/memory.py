@@ -1,5 +1,6 @@
 """Device memory, pools and pinned host memory of the stand-in."""
 import bisect
+import contextlib
 import ctypes
 import weakref
 
@@ -21,13 +22,13 @@ class BaseMemory:
 
 
 class Memory(BaseMemory):
-    """Device memory that is freed with its last user, as from CuPy's pool.
+    """Device memory by cudaMalloc that is freed with its last user; while work is under way on it, that is an error.
 
-    The pool may give the bytes away again in the order of the stream that allocated them.  Work of that stream is
-    therefore safe; work of another stream that is still under way is an error, reported by the next call.
+    `pooled`: as from CuPy's pool, which may give the bytes away again in the order of the stream that allocated them.
+    Work of that stream is therefore safe; work of another stream is an error.  The next call reports it.
     """
 
-    def __init__(self, size, pooled=True):
+    def __init__(self, size, pooled=False):
         sim = simulation()
         sim.check_alive()
         from .streams import get_current_stream
@@ -121,7 +122,7 @@ class MemoryPool:
         self._allocator = allocator
 
     def malloc(self, size):
-        return MemoryPointer(Memory(size), 0)
+        return MemoryPointer(Memory(size, pooled=True), 0)
 
     def used_bytes(self):
         return simulation().used.get(simulation().device, 0)
@@ -136,7 +137,7 @@ class MemoryPool:
         pass
 
 
-_allocator = [lambda size: MemoryPointer(Memory(size), 0)]
+_allocator = [lambda size: MemoryPointer(Memory(size, pooled=True), 0)]
 
 
 def alloc(size):
@@ -145,17 +146,23 @@ def alloc(size):
 
 
 def set_allocator(allocator=None):
-    """Set the function size -> MemoryPointer that arrays use; None: plain memory."""
-    _allocator[0] = allocator or (lambda size: MemoryPointer(Memory(size, pooled=False), 0))
+    """Set the function size -> MemoryPointer that arrays use; None: plain cudaMalloc."""
+    _allocator[0] = allocator or (lambda size: MemoryPointer(Memory(size), 0))
+
+
+@contextlib.contextmanager
+def using_allocator(allocator=None):
+    """Use an allocator for a while; None: plain cudaMalloc."""
+    before = _allocator[0]
+    set_allocator(allocator)
+    try:
+        yield
+    finally:
+        _allocator[0] = before
 
 
 def get_allocator():
     return _allocator[0]
-
-
-def malloc(size):
-    """Allocate by plain cudaMalloc: freeing it while any stream uses it is an error."""
-    return MemoryPointer(Memory(size, pooled=False), 0)
 
 
 class PinnedMemory:

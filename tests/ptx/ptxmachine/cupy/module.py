@@ -62,15 +62,14 @@ def compile_ptx(source, options, arch, names=(), file_name="kernel.cu"):
 class RawModule:
     """CUDA C (or PTX by `path`) that becomes kernels."""
 
-    def __init__(self, *, code=None, path=None, options=(), backend="nvrtc", translate_cucomplex=False,
-                 enable_cooperative_groups=False, name_expressions=None, jitify=False):
+    def __init__(self, code=None, *, path=None, options=(), backend="nvrtc", translate_cucomplex=False,
+                 enable_cooperative_groups=False, name_expressions=None, jitify=None):
         if (code is None) == (path is None):
             raise TypeError("Exactly one of `code` and `path` keyword arguments must be given.")
         if backend != "nvrtc" or jitify or translate_cucomplex or enable_cooperative_groups:
             raise ValueError("only backend='nvrtc' without jitify, cucomplex and cooperative launch is supported")
-        if isinstance(options, str):
+        if not isinstance(options, tuple):
             raise TypeError("options: a tuple of strings expected, got %r" % (options,))
-        options = tuple(options)
         for option in options:
             if not isinstance(option, str):
                 raise TypeError("options: a string expected, got %r" % (option,))

@@ -49,7 +49,7 @@ _owned = {}
 
 
 def malloc(size):
-    memory = Memory(size, pooled=False)
+    memory = Memory(size)
     _owned[memory.ptr] = memory
     return memory.ptr
 
