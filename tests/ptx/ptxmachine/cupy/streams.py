@@ -126,10 +126,6 @@ class Stream:
         self.pending_events, self._polls = [], 0
         self._before = []
 
-    @property
-    def is_non_blocking(self):
-        return self.non_blocking
-
     def __repr__(self):
         return "<Stream %s (device %d)>" % (self.name, self.device_id)
 
