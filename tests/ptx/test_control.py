@@ -93,7 +93,7 @@ def test_chunks_of_blocks_give_the_same(max_lanes):
 
 # --- barriers ------------------------------------------------------------------------------------------------------------------
 def test_barrier_with_reduction():
-    code = "bar.red.popc.u32 %d, 0, %p; bar.red.and.pred %q, 0, %p; bar.red.or.pred %r, 0, !%p;"
+    code = "bar.red.popc.u32 %d, 0, %p; barrier.red.aligned.and.pred %q, 0, %p; bar.red.or.pred %r, 0, !%p; barrier.sync.aligned 0; barrier.cta.sync 1;"
     out = evaluate(code, {"p": ("pred", LANES < 40)}, {"d": "u32", "q": "pred", "r": "pred"})
     assert (out["d"] == 40).all() and not out["q"].any() and out["r"].all()
     text = 'extern "C" __global__ void k(int* x) { x[threadIdx.x] = __syncthreads_count(threadIdx.x % 3 == 0) + 100 * __syncthreads_or(threadIdx.x == 5); }'

@@ -170,7 +170,7 @@ def test_red_vectors_and_pairs():
 
 def test_hints_do_nothing():
     body = """prefetch.global.L2 [%a0]; membar.gl; fence.acq_rel.gpu; createpolicy.fractional.L2::evict_first.b64 %d0, 0f3F800000; discard.global.L2 [%a0], 128; nanosleep.u32 20; applypriority.global.L2::evict_normal [%a0], 128;
-              ld.global.L2::cache_hint.u32 %r1, [%a0], %d0; prefetchu.L1 [%a0]; pmevent 1; griddepcontrol.wait; st.global.u32 [%a0+4], %r1;"""
+              ld.global.L2::cache_hint.u32 %r1, [%a0], %d0; prefetchu.L1 [%a0]; pmevent 1; griddepcontrol.wait; brkpt; st.global.u32 [%a0+4], %r1;"""
     (y,), _ = run(body, np.array([9, 0], np.uint32), threads=1)
     same(y, [9, 9])
 
