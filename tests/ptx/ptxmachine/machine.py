@@ -44,7 +44,7 @@ class Group:
         return array if self.full or array.ndim == 0 else array[self.lanes]
 
     def narrowed(self, predicate):
-        return Group(self.run, predicate if self.full else predicate & self.mask)
+        return Group(self.run, predicate.copy() if self.full else predicate & self.mask)
 
     def active_warps(self):
         """Return (numbers of warps with an active lane)."""
@@ -163,7 +163,7 @@ class Machine:
         """Return a bound Run, reused for launches of the same size."""
         key = (id(module), program.name, blocks, threads, shared, self.check, self.count, self.cp_async)
         if key not in self._runs:
-            while len(self._runs) > 6:
+            while len(self._runs) > 15:
                 del self._runs[next(iter(self._runs))]
             self._runs[key] = Run(self, module, program, blocks, threads, shared)
         return self._runs[key]
