@@ -121,6 +121,35 @@ def test_same_warp_is_no_race_and_halves_of_a_word_are_two_places():
     quiet("__shared__ unsigned short s[64]; const int t = threadIdx.x; s[(t % 32) * 2 + t / 32] = t; __syncthreads(); x[t] = s[t];", [F32, F32, 0])
 
 
+@pytest.mark.parametrize("body", ["s[t] = t; BAR x[t] = s[t ^ 1];", "s[t] = t; BAR s[t ^ 1] = 2; __syncthreads(); x[t] = s[t];"])
+def test_races_between_lanes_of_a_warp(body):
+    text = "__shared__ volatile float s[64]; const int t = threadIdx.x; " + body
+    quiet(text.replace("BAR", "__syncwarp();"), [F32, F32, 0])
+    fault = report(text.replace("BAR", ""), [F32, F32, 0])
+    assert fault.kind == "race" and "__syncwarp" in fault.detail
+    quiet(text.replace("BAR", ""), [F32, F32, 0], warp_races=False)
+    quiet("__shared__ volatile float s[64]; const int t = threadIdx.x; s[t] = t; x[t] = s[t]; s[t] = 2; x[t] += s[t];", [F32, F32, 0])
+
+
+MATRIX = """__shared__ __align__(16) unsigned s[256]; const int t = threadIdx.x; for (int i = 0; i < 4; i++) s[4 * t + i] = t; unsigned r = 5, at = (unsigned)__cvta_generic_to_shared(s + 4 * t);
+%s x[t] = r;"""
+
+
+def test_matrix_loads_and_stores_mix_lanes():
+    load, store = ('asm volatile("%smatrix.sync.aligned.m8n8.x1.shared.b16 %s;" %s : "r"(at) %s);' % parts for parts in (("ld", "{%0}, [%1]", ': "=r"(r)', ""), ("st", "[%0], {%1}", ":", ', "r"(r)')))
+    quiet(MATRIX % ("__syncwarp(); " + load), [F32, F32, 0], block=(32,), arch="90")
+    assert report(MATRIX % load, [F32, F32, 0], block=(32,), arch="90").kind == "race"
+    quiet(MATRIX % ("__syncwarp();" + store + "__syncwarp(); r = s[4 * t];"), [F32, F32, 0], block=(32,), arch="90")
+    assert report(MATRIX % ("__syncwarp();" + store + "r = s[4 * t];"), [F32, F32, 0], block=(32,), arch="90").kind == "race"
+
+
+def test_a_copy_is_its_own_lanes_until_a_barrier():
+    body = ASYNC + 'COPY(t, t); asm volatile("cp.async.wait_all;"); BAR y[t] = s[t ^ 1];'
+    quiet(body.replace("BAR", "__syncwarp();"), [F32, F32, 0])
+    assert report(body.replace("BAR", ""), [F32, F32, 0]).kind == "race"
+    quiet(body.replace("BAR", "").replace("t ^ 1", "t"), [F32, F32, 0])
+
+
 def test_two_values_in_one_instruction():
     assert report("__shared__ float s[1]; s[0] = threadIdx.x; __syncthreads(); x[threadIdx.x] = s[0];", [F32, F32, 0], block=(32,)).kind == "race"
     assert report("x[0] = threadIdx.x;", [F32, F32, 0], block=(32,)).kind == "race"

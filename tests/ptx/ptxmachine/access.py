@@ -117,26 +117,31 @@ class Access:
         where = self._inside(run.shared, address, nbytes, lanes, ins, verb, "shared", "block")
         return (run.shared_base[lanes] + where) >> (nbytes.bit_length() - 1)
 
-    def load_shared(self, lanes, address, nbytes, unit, ins):
+    def load_shared(self, lanes, address, nbytes, unit, ins, reader=None):
+        """`reader`: ANY_LANE where the bytes go to other lanes than those that give the addresses (ldmatrix)."""
         run = self.run
         index = self.shared_index(lanes, address, nbytes, ins, "read")
         if run.shadow is not None:
-            self._report(run.shadow.on_read(run.lane_warp[lanes], index, nbytes), ins, lanes)
+            self._report(run.shadow.on_read(run.lane_warp[lanes], index, nbytes, self._who(lanes, reader)), ins, lanes)
         if run.counters is not None:
             run.counters.shared_access(ins, run.lane_warp[lanes], lanes, address, nbytes)
         return run.shared.view(nbytes, unit)[index]
 
-    def store_shared(self, lanes, address, values, nbytes, unit, ins):
+    def store_shared(self, lanes, address, values, nbytes, unit, ins, author=None):
         run = self.run
         index = self.shared_index(lanes, address, nbytes, ins, "write")
         if run.shadow is not None:
-            self._report(run.shadow.on_write(run.lane_warp[lanes], index, nbytes), ins, lanes)
+            self._report(run.shadow.on_write(run.lane_warp[lanes], index, nbytes, self._who(lanes, author)), ins, lanes)
         if run.counters is not None:
             run.counters.shared_access(ins, run.lane_warp[lanes], lanes, address, nbytes)
         data = run.shared.view(nbytes, unit)
         data[index] = values
         if run.shadow is not None:
             self._same_step(data, index, values, lanes, ins, "shared address %d", address)
+
+    @staticmethod
+    def _who(lanes, other):
+        return lanes % 32 if other is None else np.full(len(lanes), other)
 
     def _report(self, bad, ins, lanes):
         if bad:
@@ -229,7 +234,7 @@ class Access:
                 if never.any():
                     at = int(np.flatnonzero(never if never.ndim == 1 else never.any(1))[0])
                     raise run.fault("uninitialised read", "shared byte %d was never written" % address[at], ins, lanes[at])
-                self._report(shadow.on_write(run.lane_warp[lanes], index, nbytes, atomic=True), ins, lanes)
+                self._report(shadow.on_write(run.lane_warp[lanes], index, nbytes, lanes % 32, atomic=True), ins, lanes)
             data = run.shared.view(nbytes, unit)
         else:
             raise run.fault("out of bounds", "atomic in %s memory" % space, ins, lanes[0])

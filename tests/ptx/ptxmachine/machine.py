@@ -90,6 +90,7 @@ class Machine:
     """A device with memory, and the switches of a run.
 
     check      find races, never-written reads, exact bounds (else only what would break the machine itself)
+    warp_races find missing __syncwarp between lanes of one warp too
     count      keep Counters of each launch in `self.counters`
     cp_async   "late": a copy lands when it is waited for; "early": at once
     order      "forward", "reverse" or an int seed: the order in which blocks and their atomics take their turn
@@ -97,14 +98,14 @@ class Machine:
     max_steps  instruction steps after which a chunk of blocks counts as hanging
     """
 
-    def __init__(self, memory=None, check=True, count=False, cp_async="late", order="forward", max_lanes=8192,
+    def __init__(self, memory=None, check=True, warp_races=True, count=False, cp_async="late", order="forward", max_lanes=8192,
                  max_steps=50_000_000):
         if cp_async not in ("late", "early"):
             raise ValueError("cp_async: 'late' or 'early' expected, got %r" % (cp_async,))
         self.memory = memory if memory is not None else GlobalMemory(int(os.environ.get("PTX_MACHINE_MEMORY", 1 << 30)))
-        self.check, self.count, self.cp_async, self.order = check, count, cp_async, order
+        self.check, self.count, self.cp_async, self.order, self.warp_races = check, count, cp_async, order, warp_races
         self.max_lanes, self.max_steps = max_lanes, max_steps
-        self.counters = None                                     # of the last launch
+        self.counters, self.history = None, []                   # of the last launch; of all launches with count=True
         self.launches = 0
         self._runs = {}
 
@@ -150,6 +151,8 @@ class Machine:
         per_chunk = max(1, self.max_lanes // lanes)
         owners = GlobalOwners(self.memory, blocks) if self.check else None
         self.counters = Counters(program) if self.count else None
+        if self.count:
+            self.history.append(self.counters)
         self.launches += 1
         with np.errstate(all="ignore"):
             for start in range(0, blocks, per_chunk):
@@ -161,7 +164,7 @@ class Machine:
 
     def _run(self, module, program, blocks, threads, shared):
         """Return a bound Run, reused for launches of the same size."""
-        key = (id(module), program.name, blocks, threads, shared, self.check, self.count, self.cp_async)
+        key = (id(module), program.name, blocks, threads, shared, self.check, self.count, self.cp_async, self.warp_races)
         if key not in self._runs:
             while len(self._runs) > 15:
                 del self._runs[next(iter(self._runs))]
@@ -203,7 +206,7 @@ class Run:
         self.local = BlockMemory(self.total if program.local_bytes else 1, program.local_bytes, valid)
         self.local_base = self.all_lanes * self.local.stride
         self.check = machine.check
-        self.shadow = SharedShadow(blocks, self.warps, self.shared, program.granule) if self.check and size else None
+        self.shadow = SharedShadow(blocks, self.warps, self.shared, program.granule, machine.warp_races) if self.check and size else None
         self.registers = allocate_registers(program, self.total)
         self.params = np.zeros(max(16, program.function.param_bytes + 16), np.uint8)
         self.block_xyz = [np.zeros(self.total, np.uint32) for _ in range(3)]

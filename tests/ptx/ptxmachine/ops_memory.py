@@ -189,7 +189,7 @@ def cp(b, ins):
                     row[i] = access.load_global(lanes[at:at + 1], address[at:at + 1] + np.uint64(i), 1, 1, ins)[0]
                 data.reshape(len(lanes), -1)[at] = row.view(UNITS[unit])
         if run.shadow is not None:
-            access._report(run.shadow.on_write(run.lane_warp[lanes], index, size, flight=True), ins, lanes)
+            access._report(run.shadow.on_write(run.lane_warp[lanes], index, size, lanes % 32, flight=True), ins, lanes)
         if run.counters is not None:
             run.counters.shared_access(ins, run.lane_warp[lanes], lanes, target, size)
         if run.machine.cp_async == "early":

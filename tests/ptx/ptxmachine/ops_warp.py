@@ -3,6 +3,7 @@ import numpy as np
 
 from .binding import instruction, only, put, unknown
 from .ops_memory import access_of, addresses
+from .sanitizer import ANY_LANE
 
 FULL = np.uint32(0xFFFFFFFF)
 
@@ -17,8 +18,13 @@ def warp_barrier(b, ins):
     """bar.warp.sync mask: wait for the lanes of the mask (block barriers are control flow, see barriers.py)."""
     if "warp" not in ins.mods or "sync" not in ins.mods:
         raise unknown(ins)
-    mask = b.source(ins.args[0], "b32")
-    return lambda g: b.run.members(g, ins, mask)
+    mask, run = b.source(ins.args[0], "b32"), b.run
+
+    def wait(g):
+        run.members(g, ins, mask)
+        if run.shadow is not None:
+            run.shadow.warp_barrier(g.active_warps())
+    return wait
 
 
 @instruction("shfl")
@@ -197,7 +203,7 @@ def ldmatrix(b, ins):
         run.whole(g, ins)
         lanes = _rows(run, g, count)
         where = _address_of_lanes(b, ins.args[1], lanes) if len(lanes) != b.total else address(g)
-        words = access.load_shared(lanes, where, 16, 4, ins).reshape(-1, count, 8, 4)
+        words = access.load_shared(lanes, where, 16, 4, ins, ANY_LANE).reshape(-1, count, 8, 4)
         if trans:
             words = _transpose(words)
         words = words.reshape(-1, count, 32)
@@ -233,7 +239,7 @@ def stmatrix(b, ins):
         words = np.stack([np.broadcast_to(v, (b.total,)).reshape(-1, 32)[warps] for v in values], 1).reshape(-1, count, 8, 4)
         if trans:
             words = _transpose(words)
-        access.store_shared(lanes, _address_of_lanes(b, ins.args[0], lanes), words.reshape(-1, 4), 16, 4, ins)
+        access.store_shared(lanes, _address_of_lanes(b, ins.args[0], lanes), words.reshape(-1, 4), 16, 4, ins, ANY_LANE)
     return store
 
 

@@ -9,16 +9,20 @@ Per granule (1, 2, 4 or 16 bytes, the smallest access of the kernel) we keep
 A read is right if the last write is the warp's own or is known; a write is right if the last write and all other
 warps' reads are known.  A cp.async writes at its start for the second rule (it may land early) and at its wait for
 the first (it may land late), so that neither order hides the other's mistakes.
+
+Inside of a warp, bar.warp.sync (__syncwarp) orders the lanes: turn[g] is the warp's count of them at the last write
+and author[g] its lane.  What another lane of the warp wrote in the same turn must not be read or overwritten.
 """
 import numpy as np
 
 NEVER, IN_FLIGHT = np.uint32(0xFFFFFFFF), np.uint32(0xFFFFFFFE)
 ATOMIC, MANY = 64, 255                            # a block has at most 32 warps
+ANY_LANE = 255                                    # author or reader is the warp as a whole (stmatrix, ldmatrix)
 
 
 class SharedShadow:
-    def __init__(self, blocks, warps, memory, granule):
-        self.blocks, self.warps, self.granule, self.memory = blocks, warps, granule, memory
+    def __init__(self, blocks, warps, memory, granule, lanes=True):
+        self.blocks, self.warps, self.granule, self.memory, self.lanes = blocks, warps, granule, memory, lanes
         self.per_block = memory.stride // granule
         total = blocks * self.per_block
         self.wrote = np.full(total, NEVER, np.uint32)
@@ -28,6 +32,8 @@ class SharedShadow:
         self.clock = np.zeros((blocks, warps), np.uint32)
         self.known = np.zeros((blocks, warps, warps), np.uint32)
         self.floor = np.zeros(blocks * warps, np.uint32)      # min over u of known[w][u]
+        self.author, self.turn = np.zeros(total, np.uint8), np.zeros(total, np.uint32)
+        self.turns = np.zeros(blocks * warps, np.uint32)
         self._wide = {}
 
     def reset(self):
@@ -36,6 +42,11 @@ class SharedShadow:
         self.clock[:] = 0
         self.known[:] = 0
         self.floor[:] = 0
+        self.turns[:] = 0
+
+    def warp_barrier(self, warps):
+        """Order the lanes of each warp in `warps` (n,): warp numbers over the chunk."""
+        self.turns[warps] += 1
 
     def barrier(self, blocks, members):
         """Order the warps `members` (n, warps) bool of `blocks` (n,) with each other."""
@@ -75,8 +86,8 @@ class SharedShadow:
             self._wide[key] = array.reshape(-1, per)
         return self._wide[key]
 
-    def on_read(self, warp, index, nbytes):
-        """Check a read.  warp (n,): global warp number; index (n,): byte offset / nbytes.
+    def on_read(self, warp, index, nbytes, lanes):
+        """Check a read.  warp (n,): global warp number; index (n,): byte offset / nbytes; lanes (n,) in the warp.
 
         Returns None, or (position in n, kind, detail).
         """
@@ -84,7 +95,7 @@ class SharedShadow:
         wrote = self._granules(self.wrote, per)[index]
         floor = self.floor[warp]
         bad = wrote >= (floor if per == 1 else floor[:, None])
-        fault = self._explain_read(bad, wrote, warp, index, per) if bad.any() else None
+        fault = self._explain_read(bad, wrote, warp, index, per, lanes) if bad.any() else None
         read = self._granules(self.read, per)
         local = warp % self.warps
         at = local * (self.total // per) + index
@@ -98,11 +109,24 @@ class SharedShadow:
         unknown = (value >= self.known[block, local, author]) & (author != local)
         return np.where(who == MANY, value >= self.floor[warp], unknown)
 
+    def _same_turn(self, granule, value, who, warp, local, lane):
+        """Return where another lane of the own warp wrote since the warp's last barrier of any kind."""
+        if not self.lanes:
+            return np.zeros(len(granule), bool)
+        author = self.author[granule]
+        return ((who == local) & (value == self.clock.ravel()[warp]) & (self.turn[granule] == self.turns[warp])
+                & ((author != lane) | (author == ANY_LANE)))
+
+    def _between_lanes(self, byte, granule, verb):
+        author = self.author[granule]
+        name = "the warp" if author == ANY_LANE else "lane %d of the warp" % author
+        return "shared byte %d is %s, %s wrote it, no __syncwarp or barrier between" % (byte, verb, name)
+
     @staticmethod
     def _name(who):
         return "atomics of several warps" if who == MANY else "an atomic of warp %d" % (who - ATOMIC) if who >= ATOMIC else "warp %d" % who
 
-    def _explain_read(self, bad, wrote, warp, index, per):
+    def _explain_read(self, bad, wrote, warp, index, per, lanes):
         where = np.nonzero(bad)
         lane = where[0]
         granule = index[lane] if per == 1 else index[lane] * per + where[1]
@@ -111,7 +135,8 @@ class SharedShadow:
         never = value == NEVER
         flight = value == IN_FLIGHT
         race = ~never & ~flight & self._unordered(value, who, block, local, warp[lane])
-        wrong = never | flight | race
+        inside = ~never & ~flight & self._same_turn(granule, value, who, warp[lane], local, lanes[lane])
+        wrong = never | flight | race | inside
         if not wrong.any():
             return None
         first = int(np.flatnonzero(wrong)[0])
@@ -120,17 +145,19 @@ class SharedShadow:
             return int(lane[first]), "uninitialised read", "shared byte %d was never written" % byte
         if flight[first]:
             return int(lane[first]), "race", "shared byte %d is read while a cp.async of warp %d writes it" % (byte, who[first])
+        if inside[first] and not race[first]:
+            return int(lane[first]), "race", self._between_lanes(byte, granule[first], "read")
         name = self._name(who[first])
         return int(lane[first]), "race", "shared byte %d is read, %s wrote it, no barrier between" % (byte, name)
 
-    def on_write(self, warp, index, nbytes, flight=False, atomic=False):
+    def on_write(self, warp, index, nbytes, lanes, flight=False, atomic=False):
         """Check a write (or the start of a cp.async, or an atomic) and record it."""
         per = nbytes // self.granule
         wide = self._granules(self.wrote, per)
         wrote = wide[index]
         floor = self.floor[warp]
         bad = wrote >= (floor if per == 1 else floor[:, None])
-        fault = self._explain_write(bad, wrote, warp, index, per, atomic) if bad.any() else None
+        fault = self._explain_write(bad, wrote, warp, index, per, atomic, lanes) if bad.any() else None
         local = warp % self.warps
         block = warp // self.warps
         if fault is None and self.warps > 1:
@@ -150,6 +177,10 @@ class SharedShadow:
                         break
         stamp = np.full(len(index), IN_FLIGHT, np.uint32) if flight else self.clock.ravel()[warp]
         wide[index] = stamp if per == 1 else stamp[:, None]
+        if self.lanes:
+            turn, author = self.turns[warp], lanes.astype(np.uint8)
+            self._granules(self.turn, per)[index] = turn if per == 1 else turn[:, None]
+            self._granules(self.author, per)[index] = author if per == 1 else author[:, None]
         writer = self._granules(self.writer, per)
         who = local.astype(np.uint8)
         if atomic:
@@ -171,7 +202,7 @@ class SharedShadow:
                          % (int(index[lane] * nbytes % self.memory.stride), local[lane], kept[lane]))
         return fault
 
-    def _explain_write(self, bad, wrote, warp, index, per, atomic):
+    def _explain_write(self, bad, wrote, warp, index, per, atomic, lanes):
         where = np.nonzero(bad)
         lane = where[0]
         granule = index[lane] if per == 1 else index[lane] * per + where[1]
@@ -181,13 +212,16 @@ class SharedShadow:
         race = (value != NEVER) & ~flight & self._unordered(value, who, block, local, warp[lane])
         if atomic:                                            # atomics among themselves are no race
             race &= who < ATOMIC
-        wrong = flight | race
+        inside = (value != NEVER) & ~flight & self._same_turn(granule, value, who, warp[lane], local, lanes[lane])
+        wrong = flight | race | inside
         if not wrong.any():
             return None
         first = int(np.flatnonzero(wrong)[0])
         byte = int(granule[first] % self.per_block) * self.granule
         if flight[first]:
             return int(lane[first]), "race", "shared byte %d is written while a cp.async of warp %d writes it" % (byte, who[first])
+        if inside[first] and not race[first]:
+            return int(lane[first]), "race", self._between_lanes(byte, granule[first], "written")
         name = self._name(who[first])
         return int(lane[first]), "race", "shared byte %d is written, %s wrote it, no barrier between" % (byte, name)
 
@@ -196,6 +230,9 @@ class SharedShadow:
         per = nbytes // self.granule
         stamp = self.clock.ravel()[warp]
         self._granules(self.wrote, per)[index] = stamp if per == 1 else stamp[:, None]
+        if self.lanes:
+            turn = self.turns[warp]
+            self._granules(self.turn, per)[index] = turn if per == 1 else turn[:, None]
 
 
 class GlobalOwners:
