@@ -47,6 +47,16 @@ class Counters:
         if len(lanes) == 0:
             return
         per_phase = 32 if nbytes <= 4 else 128 // nbytes
+        if len(lanes) % per_phase == 0 and (lanes.reshape(-1, per_phase)[:, 0] % per_phase == 0).all() and (
+                lanes.reshape(-1, per_phase)[:, -1] % per_phase == per_phase - 1).all():
+            # Whole phases.  Lanes whose words fill all banks do not conflict: the usual case, told by one OR.
+            slot = (address >> np.uint64(max(nbytes, 4).bit_length() - 1)).astype(np.uint32) & np.uint32(per_phase - 1)
+            filled = np.bitwise_or.reduce((np.uint32(1) << slot).reshape(-1, per_phase), axis=1)
+            if nbytes >= 4 and (filled == np.uint32((1 << per_phase) - 1)).all():
+                self.shared_requests[ins.pc] += int(np.count_nonzero(np.diff(warp)) + 1)
+                self.shared_wavefronts[ins.pc] += len(filled)
+                self.shared_ideal[ins.pc] += len(filled)
+                return
         phase = warp * (32 // per_phase) + (lanes % 32) // per_phase
         words = max(1, nbytes // 4)
         word = (address.astype(np.int64) // 4)[:, None] + np.arange(words)
