@@ -22,6 +22,7 @@ def pytest_collection_modifyitems(config, items):
 def cupy():
     """The CuPy stand-in with fresh devices of sm_80."""
     from ptxmachine import cupy
+
     cupy.reset(arch="80")
     yield cupy
     cupy.reset(arch="80")

@@ -1,12 +1,13 @@
 """A small CUDA backend in the manner of a ring: blocks arrive in pinned memory, two streams, every fence needed.
 
-    host      pinned[s] ← block i         after its copy of two steps ago has landed                       (A)
-    copy      device[s] ← pinned[s]       after the kernel that read device[s] two steps ago               (B)
-              landed[s].record                                                                              (C)
-    compute   total += weight_i · device[s]   after landed[s]                                              (D)
-              used[s].record                                                                               (E)
-    host      reads total                 after the compute stream is done                                 (F)
+host      pinned[s] ← block i         after its copy of two steps ago has landed                       (A)
+copy      device[s] ← pinned[s]       after the kernel that read device[s] two steps ago               (B)
+          landed[s].record                                                                              (C)
+compute   total += weight_i · device[s]   after landed[s]                                              (D)
+          used[s].record                                                                               (E)
+host      reads total                 after the compute stream is done                                 (F)
 """
+
 import numpy as np
 
 SOURCE = r"""
@@ -33,17 +34,17 @@ def weighted_sum(cp, empty_pinned, blocks, weights):
     for i, (block, weight) in enumerate(zip(blocks, weights)):
         s = i % 2
         if i >= 2:
-            landed[s].synchronize()                                       # A
+            landed[s].synchronize()  # A
         pinned[s][:] = block
         if i >= 2:
-            copy.wait_event(used[s])                                      # B
+            copy.wait_event(used[s])  # B
         device[s].set(pinned[s], stream=copy)
-        landed[s].record(copy)                                            # C
-        compute.wait_event(landed[s])                                     # D
+        landed[s].record(copy)  # C
+        compute.wait_event(landed[s])  # D
         with compute:
             kernel((-(-n // 128),), (128,), (device[s], total, np.float32(weight), n))
         if i + 2 < len(blocks):
-            used[s].record(compute)                                       # E
+            used[s].record(compute)  # E
     total.get(stream=compute, out=result, blocking=False)
-    compute.synchronize()                                                 # F
+    compute.synchronize()  # F
     return result.copy()

@@ -1,4 +1,5 @@
 """Helpers of the tests: run one PTX instruction over many operand values, or a CUDA C kernel by name."""
+
 import functools
 import os
 import struct
@@ -10,9 +11,27 @@ from ptxmachine.memory import GlobalMemory
 from ptxmachine.nvrtc import default_toolkit
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-DTYPES = {"u8": np.uint8, "s8": np.int8, "b8": np.uint8, "u16": np.uint16, "s16": np.int16, "b16": np.uint16, "u32": np.uint32, "s32": np.int32,
-          "b32": np.uint32, "u64": np.uint64, "s64": np.int64, "b64": np.uint64, "f32": np.float32, "f64": np.float64, "f16": np.uint16, "bf16": np.uint16,
-          "f16x2": np.uint32, "bf16x2": np.uint32, "pred": np.uint32}
+DTYPES = {
+    "u8": np.uint8,
+    "s8": np.int8,
+    "b8": np.uint8,
+    "u16": np.uint16,
+    "s16": np.int16,
+    "b16": np.uint16,
+    "u32": np.uint32,
+    "s32": np.int32,
+    "b32": np.uint32,
+    "u64": np.uint64,
+    "s64": np.int64,
+    "b64": np.uint64,
+    "f32": np.float32,
+    "f64": np.float64,
+    "f16": np.uint16,
+    "bf16": np.uint16,
+    "f16x2": np.uint32,
+    "bf16x2": np.uint32,
+    "pred": np.uint32,
+}
 OPTIONS = ("-ftz=true", "--device-as-default-execution-space", "-lineinfo")
 
 
@@ -30,8 +49,14 @@ def register(kind):
 
 def ptx(body, params="", directives="", target="sm_90", version="8.5", prologue=""):
     """Wrap instructions into a kernel `t`."""
-    return (".version %s\n.target %s\n.address_size 64\n%s\n.visible .entry t(%s)%s\n{\n%s\nret;\n}\n"
-            % (version, target, prologue, params, directives, body))
+    return ".version %s\n.target %s\n.address_size 64\n%s\n.visible .entry t(%s)%s\n{\n%s\nret;\n}\n" % (
+        version,
+        target,
+        prologue,
+        params,
+        directives,
+        body,
+    )
 
 
 def evaluate(code, inputs, outputs, target="sm_90", threads=None, prologue="", **switches):
@@ -50,7 +75,11 @@ def evaluate(code, inputs, outputs, target="sm_90", threads=None, prologue="", *
 
     def place(name, kind):
         size = np.dtype(DTYPES[kind]).itemsize
-        return ["ld.param.u64 %%base_, [p_%s];" % name, "mul.wide.u32 %%wide_, %%tid_, %d;" % size, "add.u64 %addr_, %base_, %wide_;"]
+        return [
+            "ld.param.u64 %%base_, [p_%s];" % name,
+            "mul.wide.u32 %%wide_, %%tid_, %d;" % size,
+            "add.u64 %addr_, %base_, %wide_;",
+        ]
 
     for name, (kind, _) in inputs.items():
         lines += place(name, kind)
@@ -129,7 +158,13 @@ def same(got, expected):
     kind = "u%d" % got.dtype.itemsize
     g, e = got.view(kind), np.ascontiguousarray(expected).view(kind)
     wrong = np.flatnonzero(g != e)
-    assert not len(wrong), "at %d: got %r (0x%x), expected %r (0x%x)" % (wrong[0], got[wrong[0]], g[wrong[0]], expected[wrong[0]], e[wrong[0]])
+    assert not len(wrong), "at %d: got %r (0x%x), expected %r (0x%x)" % (
+        wrong[0],
+        got[wrong[0]],
+        g[wrong[0]],
+        expected[wrong[0]],
+        e[wrong[0]],
+    )
 
 
 @functools.lru_cache(None)

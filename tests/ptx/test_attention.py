@@ -1,4 +1,5 @@
 """A tensor-core attention forward, d 128, runs as it would on a GPU; all architectures; checks and orders agree."""
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -21,7 +22,9 @@ def naive(q, k, v, scale):
     f = lambda x: x.astype(np.float32)
     s = np.einsum("hqd,hkd->hqk", f(q), f(k)) * np.float32(scale)
     p = np.exp(s - s.max(-1, keepdims=True))
-    return np.einsum("hqk,hkd->hqd", p.astype(ml_dtypes.bfloat16).astype(np.float32), f(v)) / p.sum(-1, keepdims=True)
+    return np.einsum("hqk,hkd->hqd", p.astype(ml_dtypes.bfloat16).astype(np.float32), f(v)) / p.sum(
+        -1, keepdims=True
+    )
 
 
 def run(len_q, len_k, heads, arch="80", seed=0, **switches):
@@ -32,8 +35,13 @@ def run(len_q, len_k, heads, arch="80", seed=0, **switches):
     kernel = cupy.RawModule(code=source("attention_mma.cu")).get_function("attention")
     kernel.max_dynamic_shared_size_bytes = SHARED
     out, lse = cupy.empty((heads, len_q, 128), np.float32), cupy.empty((heads, len_q), np.float32)
-    scale = 128 ** -0.5
-    kernel((-(-len_q // 128), heads), (128,), (*(cupy.asarray(x) for x in (q, k, v)), out, lse, len_q, len_k, np.float32(scale)), shared_mem=SHARED)
+    scale = 128**-0.5
+    kernel(
+        (-(-len_q // 128), heads),
+        (128,),
+        (*(cupy.asarray(x) for x in (q, k, v)), out, lse, len_q, len_k, np.float32(scale)),
+        shared_mem=SHARED,
+    )
     exact, exact_lse = reference(*(x.astype(np.float64) for x in (q, k, v)), scale)
     got, got_lse = out.get(), lse.get()
     assert np.isfinite(got).all() and np.abs(got_lse - exact_lse).max() < 1e-5
@@ -53,7 +61,14 @@ def test_architectures(arch):
 
 def test_checks_orders_and_landing_do_not_change_a_bit():
     results = []
-    for switches in ({}, {"check": False}, {"order": "reverse"}, {"cp_async": "early"}, {"max_lanes": 128}, {"count": True}):
+    for switches in (
+        {},
+        {"check": False},
+        {"order": "reverse"},
+        {"cp_async": "early"},
+        {"max_lanes": 128},
+        {"count": True},
+    ):
         rng = np.random.default_rng(1)
         q = rng.standard_normal((2, 150, 128)).astype(ml_dtypes.bfloat16)
         cupy.reset(arch="80", memory=1 << 26, **switches)

@@ -1,4 +1,5 @@
 """Branches, divergence and reconvergence, loops, calls, barriers, launches."""
+
 import numpy as np
 import pytest
 from ptxmachine.faults import Fault, LaunchError
@@ -22,7 +23,9 @@ def test_nested_divergence_and_negated_predicates():
               @%p bra EVEN; @!%q bra ODDLOW; mov.u32 %d, 4; bra END; ODDLOW: mov.u32 %d, 3; bra END;
               EVEN: @%q bra EVENHIGH; mov.u32 %d, 1; bra END; EVENHIGH: mov.u32 %d, 2; END:"""
     got = evaluate(code, {"a": ("u32", LANES)}, {"d": "u32"})
-    same(got, np.where(LANES % 2 == 0, np.where(LANES > 20, 2, 1), np.where(LANES > 20, 4, 3)).astype(np.uint32))
+    same(
+        got, np.where(LANES % 2 == 0, np.where(LANES > 20, 2, 1), np.where(LANES > 20, 4, 3)).astype(np.uint32)
+    )
 
 
 def test_brx():
@@ -37,7 +40,9 @@ def test_early_exit_and_ret():
     text = 'extern "C" __global__ void k(int* x, int n) { int i = threadIdx.x; if (i >= n) return; x[i] += 1; if (i & 1) return; x[i] += 1; }'
     (x, _), _ = launch(text, "k", (1,), (64,), [np.zeros(64, np.int32), 50])
     same(x, np.where(LANES < 50, np.where(LANES % 2, 1, 2), 0).astype(np.int32))
-    code = ".reg .pred %q; mov.u32 %d, 1; setp.gt.u32 %q, %a, 100; @%q exit; @%q ret; @%q trap; add.u32 %d, %d, 1;"
+    code = (
+        ".reg .pred %q; mov.u32 %d, 1; setp.gt.u32 %q, %a, 100; @%q exit; @%q ret; @%q trap; add.u32 %d, %d, 1;"
+    )
     same(evaluate(code, {"a": ("u32", LANES)}, {"d": "u32"}), np.full(64, 2, np.uint32))
     with pytest.raises(Fault, match="trap"):
         evaluate("mov.u32 %d, 1; trap;", {"a": ("u32", [1])}, {"d": "u32"})
@@ -57,7 +62,7 @@ extern "C" __global__ void k(float* out, const int* p) { int i = threadIdx.x; ou
 
 
 def test_recursion_is_refused():
-    text = "__device__ __noinline__ int f(int n) { return n < 2 ? n : f(n - 1) + f(n - 2); }\nextern \"C\" __global__ void k(int* x) { x[0] = f(x[1]); }"
+    text = '__device__ __noinline__ int f(int n) { return n < 2 ? n : f(n - 1) + f(n - 2); }\nextern "C" __global__ void k(int* x) { x[0] = f(x[1]); }'
     with pytest.raises(PtxError, match="recursive call"):
         launch(text, "k", (1,), (32,), [np.zeros(2, np.int32)])
 
@@ -91,7 +96,7 @@ def test_chunks_of_blocks_give_the_same(max_lanes):
     same(out.reshape(7, 64), ((63 - LANES)[None] * np.arange(7)[:, None]).astype(np.int32))
 
 
-# --- barriers ------------------------------------------------------------------------------------------------------------------
+# --- barriers -------------------------------------------------------------------------------------
 def test_barrier_with_reduction():
     code = "bar.red.popc.u32 %d, 0, %p; barrier.red.aligned.and.pred %q, 0, %p; bar.red.or.pred %r, 0, !%p; barrier.sync.aligned 0; barrier.cta.sync 1;"
     out = evaluate(code, {"p": ("pred", LANES < 40)}, {"d": "u32", "q": "pred", "r": "pred"})
@@ -122,12 +127,19 @@ def test_arrive_and_sync():
         launch(text, "k", (1,), (64,), [np.zeros(32, np.int32)], options=("-DAFTER=s[l]=0;",))
 
 
-@pytest.mark.parametrize("body,detail", [
-    ("if (threadIdx.x < 96) __syncthreads();", r"96 of 128 threads reached it, 32 have exited"),
-    ("if (threadIdx.x >= 100) return; __syncthreads();", r"100 of 128 threads reached it, 28 have exited"),
-    ("if (threadIdx.x < 64) { __syncthreads(); x[0] = 1; } else { x[1] = 1; __syncthreads(); }", "different barriers"),
-    ('if (threadIdx.x < 64) asm volatile("bar.sync 1, 96;");', "64 of 96 threads"),
-    ('asm volatile("bar.sync 1, 40;");', "not one multiple of 32")])
+@pytest.mark.parametrize(
+    "body,detail",
+    [
+        ("if (threadIdx.x < 96) __syncthreads();", r"96 of 128 threads reached it, 32 have exited"),
+        ("if (threadIdx.x >= 100) return; __syncthreads();", r"100 of 128 threads reached it, 28 have exited"),
+        (
+            "if (threadIdx.x < 64) { __syncthreads(); x[0] = 1; } else { x[1] = 1; __syncthreads(); }",
+            "different barriers",
+        ),
+        ('if (threadIdx.x < 64) asm volatile("bar.sync 1, 96;");', "64 of 96 threads"),
+        ('asm volatile("bar.sync 1, 40;");', "not one multiple of 32"),
+    ],
+)
 def test_barriers_that_not_all_threads_reach(body, detail):
     text = 'extern "C" __global__ void k(volatile int* x) { %s }' % body
     with pytest.raises(Fault, match=detail) as caught:
@@ -143,7 +155,12 @@ def test_an_endless_loop_ends():
 def test_launches_that_cuda_refuses():
     m = machine()
     module = m.load(ptx("", "", directives=" .maxntid 64, 1, 1"))
-    for grid, block, error in ((1, 65, LaunchError), (0, 32, LaunchError), ((1, 70000), 32, LaunchError), (1, (1, 1, 65), LaunchError)):
+    for grid, block, error in (
+        (1, 65, LaunchError),
+        (0, 32, LaunchError),
+        ((1, 70000), 32, LaunchError),
+        (1, (1, 1, 65), LaunchError),
+    ):
         with pytest.raises(error):
             m.launch(module, "t", grid, block)
     with pytest.raises(LaunchError, match="parameter bytes"):

@@ -1,4 +1,5 @@
 """Every instruction that the machine knows is named in a test of instructions."""
+
 import glob
 import os
 import re
@@ -8,7 +9,11 @@ from ptxmachine.binding import BUILDERS
 from ptxmachine.program import TERMINATORS
 from support import HERE
 
-TESTS = "\n".join(open(path).read() for path in sorted(glob.glob(os.path.join(HERE, "test_*.py"))) if not path.endswith("test_coverage.py"))
+TESTS = "\n".join(
+    open(path).read()
+    for path in sorted(glob.glob(os.path.join(HERE, "test_*.py")))
+    if not path.endswith("test_coverage.py")
+)
 
 
 def test_every_opcode_is_tested():

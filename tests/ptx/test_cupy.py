@@ -1,4 +1,5 @@
 """The CuPy stand-in: arrays, modules, kernels, pinned memory, devices, and what it refuses."""
+
 import subprocess
 import sys
 
@@ -12,10 +13,25 @@ AXPY = r'extern "C" __global__ void axpy(float a, const float* x, float* y, int 
 
 
 def test_arrays_round_trip_every_type(cupy):
-    for dtype in (np.float16, np.float32, np.float64, np.int8, np.int32, np.int64, np.uint16, np.bool_, ml_dtypes.bfloat16):
+    for dtype in (
+        np.float16,
+        np.float32,
+        np.float64,
+        np.int8,
+        np.int32,
+        np.int64,
+        np.uint16,
+        np.bool_,
+        ml_dtypes.bfloat16,
+    ):
         x = (np.arange(24).reshape(2, 3, 4) % 7).astype(dtype)
         device = cupy.asarray(x)
-        assert device.shape == x.shape and device.dtype == x.dtype and device.nbytes == x.nbytes and device.strides == x.strides
+        assert (
+            device.shape == x.shape
+            and device.dtype == x.dtype
+            and device.nbytes == x.nbytes
+            and device.strides == x.strides
+        )
         assert (device.get() == x).all() and (cupy.asnumpy(device) == x).all()
     assert cupy.empty((0, 4)).get().shape == (0, 4)
 
@@ -23,8 +39,20 @@ def test_arrays_round_trip_every_type(cupy):
 def test_views_share_bytes(cupy):
     x = np.arange(60, dtype=np.float32).reshape(3, 4, 5)
     device = cupy.asarray(x)
-    for view in (lambda a: a[1], lambda a: a[:, 1:3], lambda a: a[..., ::2], lambda a: a.transpose(2, 0, 1), lambda a: a.reshape(12, 5), lambda a: a.T,
-                 lambda a: a[2, 3, 4], lambda a: a[None, 0], lambda a: a[:, ::-1], lambda a: a.swapaxes(0, 1), lambda a: a.view(np.int32), lambda a: a.ravel()):
+    for view in (
+        lambda a: a[1],
+        lambda a: a[:, 1:3],
+        lambda a: a[..., ::2],
+        lambda a: a.transpose(2, 0, 1),
+        lambda a: a.reshape(12, 5),
+        lambda a: a.T,
+        lambda a: a[2, 3, 4],
+        lambda a: a[None, 0],
+        lambda a: a[:, ::-1],
+        lambda a: a.swapaxes(0, 1),
+        lambda a: a.view(np.int32),
+        lambda a: a.ravel(),
+    ):
         assert (view(device).get() == view(x)).all() and view(device).shape == view(x).shape
         assert cupy.may_share_memory(view(device), device)
     device[1, 2:] = 0
@@ -32,7 +60,10 @@ def test_views_share_bytes(cupy):
     device[0] = device[2]
     x[0] = x[2]
     assert (device.get() == x).all()
-    assert device[:, 1].flags.c_contiguous == x[:, 1].flags.c_contiguous and cupy.ascontiguousarray(device[:, 1]).flags.c_contiguous
+    assert (
+        device[:, 1].flags.c_contiguous == x[:, 1].flags.c_contiguous
+        and cupy.ascontiguousarray(device[:, 1]).flags.c_contiguous
+    )
     assert (device.transpose(1, 0, 2).reshape(4, 15).get() == x.transpose(1, 0, 2).reshape(4, 15)).all()
     assert device.astype(np.float64).get().dtype == np.float64 and (device.copy().get() == x).all()
     cupy.copyto(device, cupy.zeros_like(device))
@@ -54,15 +85,33 @@ def test_the_cuda_array_interface_is_taken_without_copy(cupy):
         cupy.from_dlpack([1, 2])
 
 
-@pytest.mark.parametrize("call,error", [
-    (lambda c, x: np.asarray(x), TypeError), (lambda c, x: np.add(x, 1), TypeError), (lambda c, x: x.__setitem__(0, np.zeros(3)), TypeError),
-    (lambda c, x: x[[0, 1]], TypeError), (lambda c, x: x.set([1, 2]), TypeError), (lambda c, x: x.set(np.zeros(3, np.float64)), TypeError),
-    (lambda c, x: x.set(np.zeros(4, np.float32)), ValueError), (lambda c, x: c.empty((2, -1)), ValueError),
-    (lambda c, x: x.get(out=np.zeros(4, np.float32)), ValueError), (lambda c, x: x.get(out=np.zeros(3, np.float32), blocking=False), ValueError),
-    (lambda c, x: x.set(np.zeros(3, np.float32), stream=c.cuda.Stream()), ValueError), (lambda c, x: c.cuda.Device(1), c_error := standin.cuda.runtime.CUDARuntimeError),
-    (lambda c, x: c.cuda.runtime.memcpyAsync(x.data.ptr, np.zeros(3, np.float32).ctypes.data, 12, c.cuda.runtime.memcpyHostToDevice, 0), ValueError),
-    (lambda c, x: c.cuda.runtime.memcpyAsync(x.data.ptr, x.data.ptr, 4, 9, 0), c_error), (lambda c, x: c.cuda.runtime.free(12345), c_error),
-    (lambda c, x: c.cuda.Stream().wait_event(3), TypeError), (lambda c, x: c.cuda.Stream(ptds=True), ValueError)])
+@pytest.mark.parametrize(
+    "call,error",
+    [
+        (lambda c, x: np.asarray(x), TypeError),
+        (lambda c, x: np.add(x, 1), TypeError),
+        (lambda c, x: x.__setitem__(0, np.zeros(3)), TypeError),
+        (lambda c, x: x[[0, 1]], TypeError),
+        (lambda c, x: x.set([1, 2]), TypeError),
+        (lambda c, x: x.set(np.zeros(3, np.float64)), TypeError),
+        (lambda c, x: x.set(np.zeros(4, np.float32)), ValueError),
+        (lambda c, x: c.empty((2, -1)), ValueError),
+        (lambda c, x: x.get(out=np.zeros(4, np.float32)), ValueError),
+        (lambda c, x: x.get(out=np.zeros(3, np.float32), blocking=False), ValueError),
+        (lambda c, x: x.set(np.zeros(3, np.float32), stream=c.cuda.Stream()), ValueError),
+        (lambda c, x: c.cuda.Device(1), c_error := standin.cuda.runtime.CUDARuntimeError),
+        (
+            lambda c, x: c.cuda.runtime.memcpyAsync(
+                x.data.ptr, np.zeros(3, np.float32).ctypes.data, 12, c.cuda.runtime.memcpyHostToDevice, 0
+            ),
+            ValueError,
+        ),
+        (lambda c, x: c.cuda.runtime.memcpyAsync(x.data.ptr, x.data.ptr, 4, 9, 0), c_error),
+        (lambda c, x: c.cuda.runtime.free(12345), c_error),
+        (lambda c, x: c.cuda.Stream().wait_event(3), TypeError),
+        (lambda c, x: c.cuda.Stream(ptds=True), ValueError),
+    ],
+)
 def test_refused(cupy, call, error):
     with pytest.raises(error):
         call(cupy, cupy.zeros(3, np.float32))
@@ -72,14 +121,19 @@ def test_out_of_memory_tells_the_bytes():
     cupy = standin
     cupy.reset(arch="80", memory=1 << 20)
     keep = cupy.empty(500_000, np.uint8)
-    with pytest.raises(cupy.cuda.memory.OutOfMemoryError, match="allocating 600000 bytes .allocated so far: 500000 bytes"):
+    with pytest.raises(
+        cupy.cuda.memory.OutOfMemoryError, match="allocating 600000 bytes .allocated so far: 500000 bytes"
+    ):
         cupy.empty(600_000, np.uint8)
-    assert cupy.cuda.Device().mem_info == ((1 << 20) - 500_000, 1 << 20) and cupy.cuda.runtime.memGetInfo()[0] == (1 << 20) - 500_000
+    assert (
+        cupy.cuda.Device().mem_info == ((1 << 20) - 500_000, 1 << 20)
+        and cupy.cuda.runtime.memGetInfo()[0] == (1 << 20) - 500_000
+    )
     del keep
     assert cupy.get_default_memory_pool().used_bytes() == 0
 
 
-# --- kernels -----------------------------------------------------------------------------------------------------------------------
+# --- kernels --------------------------------------------------------------------------------------
 def test_raw_module_and_raw_kernel(cupy):
     x, y = cupy.arange(1000, dtype=np.float32), cupy.zeros(1000, np.float32)
     for kernel in (cupy.RawModule(code=AXPY).get_function("axpy"), cupy.RawKernel(AXPY, "axpy")):
@@ -108,11 +162,21 @@ def test_structs_and_globals(cupy):
     assert module.get_global("bias").mem.size == 8
 
 
-@pytest.mark.parametrize("args,match", [
-    ((np.float32(1), np.zeros(3, np.float32), "y", 3), "NumPy array is not on the device"), ((1.0, "x", "y", 3), "'float' has 8 bytes, the kernel's parameter 4"),
-    ((np.float64(1), "x", "y", 3), "8 bytes"), ((np.float32(1), "x", "y", np.int64(3)), "8 bytes"), ((np.float32(1), "x", "y"), "4 arguments expected, got 3"),
-    ((np.float32(1), "x", "y", 2 ** 40), "does not fit 4 bytes"), ((np.float32(1), "x", "y", "3"), "Unsupported type"), ((3, "x", "y", 3), "for a parameter of type"),
-    (("x", "x", "y", 3), "an array for a parameter of 4 bytes"), ((np.float32(1), "x", "y", np.float32(3)), "for a parameter of type")])
+@pytest.mark.parametrize(
+    "args,match",
+    [
+        ((np.float32(1), np.zeros(3, np.float32), "y", 3), "NumPy array is not on the device"),
+        ((1.0, "x", "y", 3), "'float' has 8 bytes, the kernel's parameter 4"),
+        ((np.float64(1), "x", "y", 3), "8 bytes"),
+        ((np.float32(1), "x", "y", np.int64(3)), "8 bytes"),
+        ((np.float32(1), "x", "y"), "4 arguments expected, got 3"),
+        ((np.float32(1), "x", "y", 2**40), "does not fit 4 bytes"),
+        ((np.float32(1), "x", "y", "3"), "Unsupported type"),
+        ((3, "x", "y", 3), "for a parameter of type"),
+        (("x", "x", "y", 3), "an array for a parameter of 4 bytes"),
+        ((np.float32(1), "x", "y", np.float32(3)), "for a parameter of type"),
+    ],
+)
 def test_wrong_arguments(cupy, args, match):
     arrays = {"x": cupy.zeros(3, np.float32), "y": cupy.zeros(3, np.float32)}
     kernel = cupy.RawKernel(AXPY, "axpy")
@@ -127,7 +191,10 @@ SHARED = 'extern "C" __global__ void %s k(float* x) { extern __shared__ float d[
 def test_shared_memory_limits(arch, optin):
     cupy = standin
     cupy.reset(arch=arch, memory=1 << 26)
-    assert cupy.cuda.Device().attributes["MaxSharedMemoryPerBlockOptin"] == optin << 10 and cupy.cuda.Device().compute_capability == arch
+    assert (
+        cupy.cuda.Device().attributes["MaxSharedMemoryPerBlockOptin"] == optin << 10
+        and cupy.cuda.Device().compute_capability == arch
+    )
     kernel, x = cupy.RawKernel(SHARED % "", "k"), cupy.zeros(32, np.float32)
     assert kernel.shared_size_bytes == 1024 and kernel.attributes["max_dynamic_shared_size_bytes"] == 47 << 10
     kernel((1,), (32,), (x,), shared_mem=47 << 10)
@@ -152,7 +219,7 @@ def test_thread_and_grid_limits(cupy):
 
 
 def test_compile_errors_and_missing_kernels(cupy):
-    with pytest.raises(standin.cuda.compiler.CompileException, match="identifier \"oops\" is undefined"):
+    with pytest.raises(standin.cuda.compiler.CompileException, match='identifier "oops" is undefined'):
         cupy.RawModule(code='extern "C" __global__ void k(float* x) { oops; }').get_function("k")
     with pytest.raises(cupy.cuda.driver.CUDADriverError, match="not found.*axpy"):
         cupy.RawModule(code=AXPY).get_function("other")
@@ -168,7 +235,10 @@ def test_headers_are_part_of_the_cache_key(cupy, tmp_path):
     x = cupy.zeros(1, np.int32)
     for value in (3, 4):
         header.write_text("#define VALUE %d\n" % value)
-        cupy.RawModule(code='#include "value.cuh"\nextern "C" __global__ void k(int* x) { x[0] = VALUE; }', options=("-I%s" % tmp_path,)).get_function("k")((1,), (1,), (x,))
+        cupy.RawModule(
+            code='#include "value.cuh"\nextern "C" __global__ void k(int* x) { x[0] = VALUE; }',
+            options=("-I%s" % tmp_path,),
+        ).get_function("k")((1,), (1,), (x,))
         assert x.get()[0] == value
 
 
@@ -200,9 +270,17 @@ def test_pinned_memory(cupy):
 
 def test_install_makes_import_cupy_work_and_processes_are_independent():
     """As under mpirun: every process has its own devices."""
-    program = "import sys; sys.path.insert(0, %r); from ptxmachine import cupy as s; s.install(); import cupy, cupy.cuda.runtime as r, cupyx; x = cupy.full(3, int(sys.argv[1])); print(x.get().sum(), r.getDeviceCount(), cupyx.zeros_pinned(2).sum(), cupy.get_array_module(x) is cupy)" % HERE
-    runs = [subprocess.Popen([sys.executable, "-c", program, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(3)]
-    assert [run.communicate(timeout=60)[0].split() for run in runs] == [[str(3 * rank), "1", "0.0", "True"] for rank in range(3)]
+    program = (
+        "import sys; sys.path.insert(0, %r); from ptxmachine import cupy as s; s.install(); import cupy, cupy.cuda.runtime as r, cupyx; x = cupy.full(3, int(sys.argv[1])); print(x.get().sum(), r.getDeviceCount(), cupyx.zeros_pinned(2).sum(), cupy.get_array_module(x) is cupy)"
+        % HERE
+    )
+    runs = [
+        subprocess.Popen([sys.executable, "-c", program, str(rank)], stdout=subprocess.PIPE, text=True)
+        for rank in range(3)
+    ]
+    assert [run.communicate(timeout=60)[0].split() for run in runs] == [
+        [str(3 * rank), "1", "0.0", "True"] for rank in range(3)
+    ]
 
 
 def test_every_name_exists_in_the_real_cupy():

@@ -1,4 +1,5 @@
 """mma.sync, ldmatrix, stmatrix, movmatrix: fragment layouts element by element against the manual's tables."""
+
 import numpy as np
 import pytest
 from ptxmachine.faults import Fault
@@ -6,31 +7,46 @@ from ptxmachine.parser import PtxError
 from support import bits32, download, evaluate, machine, ptx, same, upload
 
 # The manual's tables: element i of lane → (row, col), with g = lane/4 and t = lane%4.
-A = {("m16n8k16", 16): lambda g, t, i: (g + (0 if i % 4 < 2 else 8), 2 * t + i % 2 + (0 if i < 4 else 8)),
-     ("m16n8k8", 16): lambda g, t, i: (g + (0 if i < 2 else 8), 2 * t + i % 2),
-     ("m16n8k8", 32): lambda g, t, i: (g + (8 if i in (1, 3) else 0), t + (4 if i in (2, 3) else 0)),
-     ("m16n8k4", 32): lambda g, t, i: (g + 8 * i, t),
-     ("m8n8k4", 64): lambda g, t, i: (g, t),
-     ("m16n8k4", 64): lambda g, t, i: (g + 8 * i, t),
-     ("m16n8k8", 64): lambda g, t, i: (g + (8 if i in (1, 3) else 0), t + (4 if i in (2, 3) else 0)),
-     ("m16n8k16", 64): lambda g, t, i: (g, 2 * i + t) if i % 2 == 0 else (g + 8, 2 * i - 2 + t)}
-B = {("m16n8k16", 16): lambda g, t, i: (2 * t + i % 2 + (0 if i < 2 else 8), g),
-     ("m16n8k8", 16): lambda g, t, i: (2 * t + i, g),
-     ("m16n8k8", 32): lambda g, t, i: (t + 4 * i, g),
-     ("m16n8k4", 32): lambda g, t, i: (t, g),
-     ("m8n8k4", 64): lambda g, t, i: (t, g),
-     ("m16n8k4", 64): lambda g, t, i: (t, g),
-     ("m16n8k8", 64): lambda g, t, i: (t + 4 * i, g),
-     ("m16n8k16", 64): lambda g, t, i: (t + 4 * i, g)}
+A = {
+    ("m16n8k16", 16): lambda g, t, i: (g + (0 if i % 4 < 2 else 8), 2 * t + i % 2 + (0 if i < 4 else 8)),
+    ("m16n8k8", 16): lambda g, t, i: (g + (0 if i < 2 else 8), 2 * t + i % 2),
+    ("m16n8k8", 32): lambda g, t, i: (g + (8 if i in (1, 3) else 0), t + (4 if i in (2, 3) else 0)),
+    ("m16n8k4", 32): lambda g, t, i: (g + 8 * i, t),
+    ("m8n8k4", 64): lambda g, t, i: (g, t),
+    ("m16n8k4", 64): lambda g, t, i: (g + 8 * i, t),
+    ("m16n8k8", 64): lambda g, t, i: (g + (8 if i in (1, 3) else 0), t + (4 if i in (2, 3) else 0)),
+    ("m16n8k16", 64): lambda g, t, i: (g, 2 * i + t) if i % 2 == 0 else (g + 8, 2 * i - 2 + t),
+}
+B = {
+    ("m16n8k16", 16): lambda g, t, i: (2 * t + i % 2 + (0 if i < 2 else 8), g),
+    ("m16n8k8", 16): lambda g, t, i: (2 * t + i, g),
+    ("m16n8k8", 32): lambda g, t, i: (t + 4 * i, g),
+    ("m16n8k4", 32): lambda g, t, i: (t, g),
+    ("m8n8k4", 64): lambda g, t, i: (t, g),
+    ("m16n8k4", 64): lambda g, t, i: (t, g),
+    ("m16n8k8", 64): lambda g, t, i: (t + 4 * i, g),
+    ("m16n8k16", 64): lambda g, t, i: (t + 4 * i, g),
+}
 
 
 def C(g, t, i):
     return g + (0 if i < 2 else 8), 2 * t + i % 2
 
 
-CASES = [("m16n8k16", "f16", "f32"), ("m16n8k16", "bf16", "f32"), ("m16n8k16", "f16", "f16"), ("m16n8k8", "f16", "f32"), ("m16n8k8", "f16", "f16"),
-         ("m16n8k8", "bf16", "f32"), ("m16n8k8", "tf32", "f32"), ("m16n8k4", "tf32", "f32"), ("m8n8k4", "f64", "f64"), ("m16n8k4", "f64", "f64"),
-         ("m16n8k8", "f64", "f64"), ("m16n8k16", "f64", "f64")]
+CASES = [
+    ("m16n8k16", "f16", "f32"),
+    ("m16n8k16", "bf16", "f32"),
+    ("m16n8k16", "f16", "f16"),
+    ("m16n8k8", "f16", "f32"),
+    ("m16n8k8", "f16", "f16"),
+    ("m16n8k8", "bf16", "f32"),
+    ("m16n8k8", "tf32", "f32"),
+    ("m16n8k4", "tf32", "f32"),
+    ("m8n8k4", "f64", "f64"),
+    ("m16n8k4", "f64", "f64"),
+    ("m16n8k8", "f64", "f64"),
+    ("m16n8k16", "f64", "f64"),
+]
 
 
 def dims(shape):
@@ -67,7 +83,11 @@ def unfragment(registers, shape, kind):
     if kind == "f16":
         elements = np.ascontiguousarray(registers.swapaxes(1, 2)).view(np.float16).astype(np.float64)
     else:
-        elements = np.ascontiguousarray(registers.swapaxes(1, 2)).view(np.float32 if kind == "f32" else np.float64).astype(np.float64)
+        elements = (
+            np.ascontiguousarray(registers.swapaxes(1, 2))
+            .view(np.float32 if kind == "f32" else np.float64)
+            .astype(np.float64)
+        )
     m, n, _ = dims(shape)
     out = np.empty((len(registers), m, n))
     for lane in range(32):
@@ -85,18 +105,30 @@ def run_mma(shape, kind, dkind, a, b, c, **switches):
     dreg = {"f32": ".f32", "f64": ".f64", "f16": ".b32"}[dkind]
     areg = ".f64" if kind == "f64" else ".b32"
     size = 8 if word == "b64" else 4
-    lines = [".reg .b64 %p<5>, %o; .reg .b32 %t, %w, %x; mov.u32 %t, %tid.x; mov.u32 %w, %ctaid.x;",
-             ".reg %s %%a<9>, %%b<9>; .reg %s %%c<9>, %%d<9>;" % (areg, dreg)]
+    lines = [
+        ".reg .b64 %p<5>, %o; .reg .b32 %t, %w, %x; mov.u32 %t, %tid.x; mov.u32 %w, %ctaid.x;",
+        ".reg %s %%a<9>, %%b<9>; .reg %s %%c<9>, %%d<9>;" % (areg, dreg),
+    ]
     names = []
     for j, (letter, frag) in enumerate(zip("abc", (fa, fb, fc))):
         registers = frag.shape[1]
         names.append("{%s}" % ", ".join("%%%s%d" % (letter, i) for i in range(registers)))
-        lines.append("ld.param.u64 %%p%d, [p%d]; mad.lo.u32 %%x, %%w, %d, %%t; mul.wide.u32 %%o, %%x, %d; add.u64 %%p%d, %%p%d, %%o;" % (j, j, 32 * registers, size, j, j))
-        lines += ["ld.global.%s %%%s%d, [%%p%d+%d];" % (word, letter, i, j, 32 * size * i) for i in range(registers)]
+        lines.append(
+            "ld.param.u64 %%p%d, [p%d]; mad.lo.u32 %%x, %%w, %d, %%t; mul.wide.u32 %%o, %%x, %d; add.u64 %%p%d, %%p%d, %%o;"
+            % (j, j, 32 * registers, size, j, j)
+        )
+        lines += [
+            "ld.global.%s %%%s%d, [%%p%d+%d];" % (word, letter, i, j, 32 * size * i) for i in range(registers)
+        ]
     registers = fc.shape[1]
     names.insert(0, "{%s}" % ", ".join("%%d%d" % i for i in range(registers)))
-    lines.append("mma.sync.aligned.%s.row.col.%s.%s.%s.%s %s, %s, %s, %s;" % (shape, dkind, kind, kind, dkind, *names))
-    lines.append("ld.param.u64 %%p3, [p3]; mad.lo.u32 %%x, %%w, %d, %%t; mul.wide.u32 %%o, %%x, %d; add.u64 %%p3, %%p3, %%o;" % (32 * registers, size))
+    lines.append(
+        "mma.sync.aligned.%s.row.col.%s.%s.%s.%s %s, %s, %s, %s;" % (shape, dkind, kind, kind, dkind, *names)
+    )
+    lines.append(
+        "ld.param.u64 %%p3, [p3]; mad.lo.u32 %%x, %%w, %d, %%t; mul.wide.u32 %%o, %%x, %d; add.u64 %%p3, %%p3, %%o;"
+        % (32 * registers, size)
+    )
     lines += ["st.global.%s [%%p3+%d], %%d%d;" % (word, 32 * size * i, i) for i in range(registers)]
     text = ptx("\n".join(lines), ", ".join(".param .u64 p%d" % i for i in range(4)))
     m = machine(**switches)
@@ -130,19 +162,23 @@ def test_every_element_of_c_lands_where_the_table_says(shape, kind, dkind):
 def test_products_of_small_integers_are_exact(shape, kind, dkind):
     m, n, k = dims(shape)
     rng = np.random.default_rng(8)
-    a, b, c = rng.integers(-8, 9, (20, m, k)).astype(float), rng.integers(-8, 9, (20, k, n)).astype(float), rng.integers(-50, 50, (20, m, n)).astype(float)
+    a, b, c = (
+        rng.integers(-8, 9, (20, m, k)).astype(float),
+        rng.integers(-8, 9, (20, k, n)).astype(float),
+        rng.integers(-50, 50, (20, m, n)).astype(float),
+    )
     same(run_mma(shape, kind, dkind, a, b, c), a @ b + c + 0.0)
 
 
 def test_products_are_exact_and_the_sum_is_rounded_once():
     a, b, c = np.zeros((3, 16, 16)), np.zeros((3, 16, 8)), np.zeros((3, 16, 8))
-    a[:, 0, :3] = [[1, 2.0 ** -12, 0], [256.0, 1, -256.0], [np.inf, 1, 1]]
-    b[:, :3, 0] = [[1, 2.0 ** -12, 0], [256.0, 2.0 ** -12, 256.0], [0, 1, 1]]
-    c[0, 0, 0] = 2.0 ** -40
+    a[:, 0, :3] = [[1, 2.0**-12, 0], [256.0, 1, -256.0], [np.inf, 1, 1]]
+    b[:, :3, 0] = [[1, 2.0**-12, 0], [256.0, 2.0**-12, 256.0], [0, 1, 1]]
+    c[0, 0, 0] = 2.0**-40
     got = run_mma("m16n8k16", "f16", "f32", a, b, c)
-    assert got[0, 0, 0] == 1 + 2.0 ** -23                   # 1 + 2^-24 + 2^-40 lies above the tie
-    assert got[1, 0, 0] == 2.0 ** -12                       # 2^16 cancels
-    assert np.isnan(got[2, 0, 0])                           # inf · 0
+    assert got[0, 0, 0] == 1 + 2.0**-23  # 1 + 2^-24 + 2^-40 lies above the tie
+    assert got[1, 0, 0] == 2.0**-12  # 2^16 cancels
+    assert np.isnan(got[2, 0, 0])  # inf · 0
 
 
 def test_tf32_ignores_the_low_bits():
@@ -152,14 +188,20 @@ def test_tf32_ignores_the_low_bits():
 
 
 def test_f64_is_a_chain_of_fused_multiply_adds():
-    x = 1 + 2.0 ** -30
+    x = 1 + 2.0**-30
     a, b, c = np.zeros((1, 8, 4)), np.zeros((1, 4, 8)), np.zeros((1, 8, 8))
-    a[0, 0, 0], b[0, 0, 0], c[0, 0, 0] = x, x, -(1 + 2.0 ** -29)
-    assert run_mma("m8n8k4", "f64", "f64", a, b, c)[0, 0, 0] == 2.0 ** -60
+    a[0, 0, 0], b[0, 0, 0], c[0, 0, 0] = x, x, -(1 + 2.0**-29)
+    assert run_mma("m8n8k4", "f64", "f64", a, b, c)[0, 0, 0] == 2.0**-60
 
 
-@pytest.mark.parametrize("text", ("mma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32", "mma.sync.aligned.m16n8k16.row.col.f32.e4m3.e4m3.f32",
-                                  "mma.sync.aligned.m16n8k16.row.row.f32.bf16.bf16.f32"))
+@pytest.mark.parametrize(
+    "text",
+    (
+        "mma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32",
+        "mma.sync.aligned.m16n8k16.row.col.f32.e4m3.e4m3.f32",
+        "mma.sync.aligned.m16n8k16.row.row.f32.bf16.bf16.f32",
+    ),
+)
 def test_other_mma_are_refused_by_name(text):
     with pytest.raises(PtxError, match="unknown instruction mma.sync"):
         evaluate(text + " {%d}, {%a}, {%a}, {%d};", {"a": ("b32", [1])}, {"d": "b32"})
@@ -180,12 +222,17 @@ def test_partial_groups_compute_only_their_warps():
         same(out[name], np.repeat(np.float32([11, 3, 11]), 32))
 
 
-# --- matrices in shared memory ---------------------------------------------------------------------------------------------------
+# --- matrices in shared memory --------------------------------------------------------------------
 def store_rows():
     """PTX: lane's 16-byte row of distinct 16-bit numbers (8·tid + column) into shared memory."""
-    lines = [".shared .align 16 .b8 s[512]; .reg .b32 %base, %row, %v, %w; mov.u32 %base, s; shl.b32 %row, %tid_, 4; add.u32 %row, %row, %base; shl.b32 %v, %tid_, 3;"]
+    lines = [
+        ".shared .align 16 .b8 s[512]; .reg .b32 %base, %row, %v, %w; mov.u32 %base, s; shl.b32 %row, %tid_, 4; add.u32 %row, %row, %base; shl.b32 %v, %tid_, 3;"
+    ]
     for i in range(4):
-        lines.append("add.u32 %%w, %%v, %d; shl.b32 %%w, %%w, 16; add.u32 %%w, %%w, %%v; add.u32 %%w, %%w, %d; st.shared.b32 [%%row+%d], %%w;" % (2 * i + 1, 2 * i, 4 * i))
+        lines.append(
+            "add.u32 %%w, %%v, %d; shl.b32 %%w, %%w, 16; add.u32 %%w, %%w, %%v; add.u32 %%w, %%w, %d; st.shared.b32 [%%row+%d], %%w;"
+            % (2 * i + 1, 2 * i, 4 * i)
+        )
     return "\n".join(lines) + "bar.sync 0;\n"
 
 
@@ -194,14 +241,22 @@ def store_rows():
 def test_ldmatrix(count, trans):
     """Matrix i is the rows at the addresses of lanes 8i .. 8i+7, here in reverse order."""
     regs = ", ".join("%%d%d" % i for i in range(count))
-    code = store_rows() + ".reg .b32 %%r; xor.b32 %%r, %%tid_, 31; shl.b32 %%r, %%r, 4; add.u32 %%r, %%r, %%base; ldmatrix.sync.aligned.m8n8.x%d%s.shared.b16 {%s}, [%%r];" % (count, trans, regs)
+    code = store_rows() + ".reg .b32 %%r; xor.b32 %%r, %%tid_, 31; shl.b32 %%r, %%r, 4; add.u32 %%r, %%r, %%base; ldmatrix.sync.aligned.m8n8.x%d%s.shared.b16 {%s}, [%%r];" % (
+        count,
+        trans,
+        regs,
+    )
     out = evaluate(code, {"a": ("b32", np.zeros(32))}, {"d%d" % i: "b32" for i in range(count)})
     out = out if isinstance(out, dict) else {"d0": out}
     for i in range(count):
         for lane in range(32):
             low, high = int(out["d%d" % i][lane]) & 0xFFFF, int(out["d%d" % i][lane]) >> 16
             for element, value in ((0, low), (1, high)):
-                row, col = (lane // 4, 2 * (lane % 4) + element) if not trans else (2 * (lane % 4) + element, lane // 4)
+                row, col = (
+                    (lane // 4, 2 * (lane % 4) + element)
+                    if not trans
+                    else (2 * (lane % 4) + element, lane // 4)
+                )
                 assert value == 8 * (31 - (8 * i + row)) + col
 
 
@@ -209,10 +264,16 @@ def test_ldmatrix(count, trans):
 @pytest.mark.parametrize("trans", ("", ".trans"))
 def test_stmatrix_undoes_ldmatrix(count, trans):
     regs = ", ".join("%%d%d" % i for i in range(count))
-    code = store_rows() + """.reg .b32 %%r; shl.b32 %%r, %%tid_, 4; add.u32 %%r, %%r, %%base; ldmatrix.sync.aligned.m8n8.x%d%s.shared.b16 {%s}, [%%r];
+    code = (
+        store_rows()
+        + """.reg .b32 %%r; shl.b32 %%r, %%tid_, 4; add.u32 %%r, %%r, %%base; ldmatrix.sync.aligned.m8n8.x%d%s.shared.b16 {%s}, [%%r];
         bar.sync 0; mov.b32 %%w, 0; st.shared.v4.b32 [%%r], {%%w, %%w, %%w, %%w}; bar.sync 0; stmatrix.sync.aligned.m8n8.x%d%s.shared.b16 [%%r], {%s}; bar.sync 0;
-        ld.shared.v4.b32 {%%e0, %%e1, %%e2, %%e3}, [%%r];""" % (count, trans, regs, count, trans, regs)
-    out = evaluate(code, {"d%d" % i: ("b32", np.zeros(32)) for i in range(count)}, {"e%d" % i: "b32" for i in range(4)})
+        ld.shared.v4.b32 {%%e0, %%e1, %%e2, %%e3}, [%%r];"""
+        % (count, trans, regs, count, trans, regs)
+    )
+    out = evaluate(
+        code, {"d%d" % i: ("b32", np.zeros(32)) for i in range(count)}, {"e%d" % i: "b32" for i in range(4)}
+    )
     for i in range(4):
         row = np.arange(32)
         expected = np.where(row < 8 * count, (8 * row + 2 * i) | (8 * row + 2 * i + 1) << 16, 0)
@@ -220,11 +281,23 @@ def test_stmatrix_undoes_ldmatrix(count, trans):
 
 
 def test_movmatrix_transposes():
-    value = np.array([(8 * (l // 4) + 2 * (l % 4)) | (8 * (l // 4) + 2 * (l % 4) + 1) << 16 for l in range(32)], np.uint32)
+    value = np.array(
+        [(8 * (l // 4) + 2 * (l % 4)) | (8 * (l // 4) + 2 * (l % 4) + 1) << 16 for l in range(32)], np.uint32
+    )
     got = evaluate("movmatrix.sync.aligned.m8n8.trans.b16 %d, %a;", {"a": ("b32", value)}, {"d": "b32"})
-    same(got, np.array([(8 * (2 * (l % 4)) + l // 4) | (8 * (2 * (l % 4) + 1) + l // 4) << 16 for l in range(32)], np.uint32))
+    same(
+        got,
+        np.array(
+            [(8 * (2 * (l % 4)) + l // 4) | (8 * (2 * (l % 4) + 1) + l // 4) << 16 for l in range(32)],
+            np.uint32,
+        ),
+    )
 
 
 def test_ldmatrix_rows_must_be_aligned():
     with pytest.raises(Fault, match="misaligned"):
-        evaluate(store_rows() + "add.u32 %base, %base, 8; ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%d}, [%base];", {"a": ("b32", np.zeros(32))}, {"d": "b32"})
+        evaluate(
+            store_rows() + "add.u32 %base, %base, 8; ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%d}, [%base];",
+            {"a": ("b32", np.zeros(32))},
+            {"d": "b32"},
+        )

@@ -3,6 +3,7 @@
 A dropped barrier or wait and a bound that reaches one too far must be reported by the machine itself.  A bound one too
 short leaves work undone: the machine reports what nobody wrote, else the comparison with float64 does.
 """
+
 import re
 
 import numpy as np
@@ -22,7 +23,7 @@ def run_matmul(text, m, n, k, **switches):
     kernel = cupy.RawModule(code=text).get_function("matmul")
     kernel((-(-n // 16), -(-m // 16)), (16, 16), (cupy.asarray(a), cupy.asarray(b), out, m, n, k))
     got = out.get()
-    bound = 2 * k * 2.0 ** -24 * (np.abs(a) @ np.abs(b))                       # k roundings of float32, twice over
+    bound = 2 * k * 2.0**-24 * (np.abs(a) @ np.abs(b))  # k roundings of float32, twice over
     return np.isfinite(got).all() and (np.abs(got - a.astype(float) @ b) <= bound).all(), sim
 
 
@@ -32,14 +33,27 @@ def run_attention(text, len_q, len_k, **switches):
     sim = cupy.reset(arch="80", memory=1 << 26, **switches)
     out = cupy.empty((len_q, 32), np.float32)
     kernel = cupy.RawModule(code=text).get_function("attention")
-    scale = 32 ** -0.5
-    kernel((-(-len_q // 32),), (128,), (*(cupy.asarray(x) for x in (q, k, v)), out, cupy.arange(-(-len_k // 32), dtype=np.int32), -(-len_k // 32), len_q, len_k, np.float32(scale * np.log2(np.e))))
+    scale = 32**-0.5
+    kernel(
+        (-(-len_q // 32),),
+        (128,),
+        (
+            *(cupy.asarray(x) for x in (q, k, v)),
+            out,
+            cupy.arange(-(-len_k // 32), dtype=np.int32),
+            -(-len_k // 32),
+            len_q,
+            len_k,
+            np.float32(scale * np.log2(np.e)),
+        ),
+    )
     got = out.get()
 
     def naive(dtype):
         s = (q.astype(dtype) @ k.astype(dtype).T) * dtype(scale)
         p = np.exp(s - s.max(1, keepdims=True))
         return (p / p.sum(1, keepdims=True)) @ v.astype(dtype)
+
     error = np.abs(got - naive(np.float64)).max()
     return np.isfinite(got).all() and error <= 3 * np.abs(naive(np.float32) - naive(np.float64)).max(), sim
 
@@ -49,11 +63,27 @@ def code_only(text):
     return re.sub(r"^//.*$", "//", text, flags=re.M)
 
 
-CASES = {"matmul": (MATMUL, run_matmul, [(35, 37, 48), (32, 16, 16)]), "attention": (ATTENTION, run_attention, [(40, 70), (33, 20), (32, 64)])}
-DROPS = [(name, "drop", pattern, i) for name, (text, _, _) in CASES.items() for pattern in (r"__syncthreads\(\);", r"WAIT\(\d\);")
-         for i in range(len(re.findall(pattern, text)))]
-STAGES = [(name, "one stage less", r"WAIT\((\d)\);", i) for name, (text, _, _) in CASES.items() for i in range(len(re.findall(r"WAIT\(\d\);", text)))]
-BOUNDS = [(name, shift, r"/\*bound\*/", i) for name, (text, _, _) in CASES.items() for shift in ("+1", "-1") for i in range(code_only(text).count("/*bound*/"))]
+CASES = {
+    "matmul": (MATMUL, run_matmul, [(35, 37, 48), (32, 16, 16)]),
+    "attention": (ATTENTION, run_attention, [(40, 70), (33, 20), (32, 64)]),
+}
+DROPS = [
+    (name, "drop", pattern, i)
+    for name, (text, _, _) in CASES.items()
+    for pattern in (r"__syncthreads\(\);", r"WAIT\(\d\);")
+    for i in range(len(re.findall(pattern, text)))
+]
+STAGES = [
+    (name, "one stage less", r"WAIT\((\d)\);", i)
+    for name, (text, _, _) in CASES.items()
+    for i in range(len(re.findall(r"WAIT\(\d\);", text)))
+]
+BOUNDS = [
+    (name, shift, r"/\*bound\*/", i)
+    for name, (text, _, _) in CASES.items()
+    for shift in ("+1", "-1")
+    for i in range(code_only(text).count("/*bound*/"))
+]
 
 
 def mutate(text, what, pattern, number):
@@ -65,7 +95,7 @@ def mutate(text, what, pattern, number):
         new = "WAIT(%d);" % (int(match.group(1)) + 1)
     else:
         new = "%s + " % what.replace("+", "")
-    return text[:match.start()] + new + text[match.end():]
+    return text[: match.start()] + new + text[match.end() :]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -103,8 +133,11 @@ def test_shifted_bounds_are_reported(name, what, pattern, number):
     text = mutate(code_only(CASES[name][0]), what, pattern, number)
     fault = caught_by(name, text)
     assert fault is not None
-    mask = "len_k ?" in text[text.find(" + ", list(re.finditer(pattern, code_only(CASES[name][0])))[number].start()):][:14]
-    if what == "+1" and not mask:                             # a mask is arithmetic: only the result can tell
+    mask = (
+        "len_k ?"
+        in text[text.find(" + ", list(re.finditer(pattern, code_only(CASES[name][0])))[number].start()) :][:14]
+    )
+    if what == "+1" and not mask:  # a mask is arithmetic: only the result can tell
         assert isinstance(fault, Fault), fault
 
 
@@ -113,7 +146,16 @@ def test_a_report_names_everything():
     fault = caught_by("matmul", text)
     line = next(i for i, row in enumerate(text.split("\n"), 1) if "fmaf(" in row)
     assert fault.source == ("kernel.cu", line) and fault.opcode.startswith("ld.shared")
-    for part in ("race", "kernel matmul", "PTX line", "CUDA C kernel.cu:%d" % line, "block (", "warp", "lane", "thread ("):
+    for part in (
+        "race",
+        "kernel matmul",
+        "PTX line",
+        "CUDA C kernel.cu:%d" % line,
+        "block (",
+        "warp",
+        "lane",
+        "thread (",
+    ):
         assert part in str(fault)
 
 

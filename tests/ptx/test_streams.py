@@ -1,4 +1,5 @@
 """Lazy streams: work happens when something waits for it, and a forgotten fence shows."""
+
 import numpy as np
 import pytest
 from mini_backend import weighted_sum
@@ -8,7 +9,7 @@ from ptxmachine.faults import Fault
 RNG = np.random.default_rng(4)
 BLOCKS = [RNG.integers(-50, 50, 300).astype(np.float32) for _ in range(6)]
 WEIGHTS = [1, 2, 4, 8, 16, 32]
-EXPECTED = sum(w * b for w, b in zip(WEIGHTS, BLOCKS))            # small integers: exact in float32
+EXPECTED = sum(w * b for w, b in zip(WEIGHTS, BLOCKS))  # small integers: exact in float32
 # What the unharmed backend calls; each of these calls is removed once below.
 CALLS = {"Event.record": 10, "Event.synchronize": 4, "Stream.wait_event": 10, "Stream.synchronize": 1}
 
@@ -57,7 +58,7 @@ def test_laziness_alone_finds_the_fences_of_the_host():
             assert not right(run())
 
 
-# --- the rules one by one ----------------------------------------------------------------------------------------------------------
+# --- the rules one by one -------------------------------------------------------------------------
 @pytest.fixture
 def sim():
     return cupy.reset(arch="80", memory=1 << 26, host_reads=False, hazards=False)
@@ -83,8 +84,8 @@ def test_a_copy_reads_pinned_memory_when_it_runs(sim):
     host, x = pinned([1, 2]), cupy.empty(2, np.float32)
     x.set(host, stream=cupy.cuda.Stream.null)
     host[:] = 9
-    assert (x.get() == 9).all()                                   # the program should have waited
-    x.set(np.float32([3, 4]))                                     # pageable memory is read at once
+    assert (x.get() == 9).all()  # the program should have waited
+    x.set(np.float32([3, 4]))  # pageable memory is read at once
     assert (x.get() == [3, 4]).all()
 
 
@@ -94,7 +95,7 @@ def test_streams_do_not_see_each_other(sim):
     cupy.cuda.Device().synchronize()
     with a:
         x.fill(5)
-    assert (x.get(stream=b) == 0).all()                           # old bytes
+    assert (x.get(stream=b) == 0).all()  # old bytes
     b.wait_event(a.record())
     assert (x.get(stream=b) == 5).all()
 
@@ -116,7 +117,12 @@ def test_the_default_stream_waits_for_blocking_streams_and_they_for_it(sim):
 
 
 def test_an_event_that_was_never_recorded_counts_as_done(sim):
-    a, b, event, x = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True), cupy.cuda.Event(), cupy.zeros(1, np.float32)
+    a, b, event, x = (
+        cupy.cuda.Stream(non_blocking=True),
+        cupy.cuda.Stream(non_blocking=True),
+        cupy.cuda.Event(),
+        cupy.zeros(1, np.float32),
+    )
     cupy.cuda.Device().synchronize()
     with a:
         x.fill(1)
@@ -165,12 +171,14 @@ def test_an_event_belongs_to_its_device():
     cupy.reset(arch="80", memory=1 << 26, devices=2)
     event = cupy.cuda.Event()
     with cupy.cuda.Device(1):
-        with pytest.raises(cupy.cuda.runtime.CUDARuntimeError, match="event of device 0 recorded on .* of device 1"):
+        with pytest.raises(
+            cupy.cuda.runtime.CUDARuntimeError, match="event of device 0 recorded on .* of device 1"
+        ):
             event.record()
         other = cupy.cuda.Stream()
     with pytest.raises(cupy.cuda.runtime.CUDARuntimeError, match="stream 1 of device 1 used on device 0"):
         other.use()
-    other.wait_event(event)                                       # waiting across devices is allowed
+    other.wait_event(event)  # waiting across devices is allowed
 
 
 def test_memory_freed_in_flight_is_an_error(sim):
@@ -178,7 +186,7 @@ def test_memory_freed_in_flight_is_an_error(sim):
     cupy.cuda.Device().synchronize()
     with a:
         x.fill(1)
-    del x                                                         # allocated on the default stream, used on another
+    del x  # allocated on the default stream, used on another
     with pytest.raises(RuntimeError, match="freed while still in use by fill 16 on stream 1"):
         a.synchronize()
 
@@ -202,9 +210,11 @@ def test_plain_cuda_malloc_is_never_freed_in_flight(sim):
 
 
 def test_a_fault_is_sticky(sim):
-    kernel = cupy.RawModule(code='extern "C" __global__ void k(float* x) { x[64 + threadIdx.x] = 1; }').get_function("k")
+    kernel = cupy.RawModule(
+        code='extern "C" __global__ void k(float* x) { x[64 + threadIdx.x] = 1; }'
+    ).get_function("k")
     x = cupy.zeros(64, np.float32)
-    kernel((1,), (32,), (x,))                                     # asynchronous: nothing happens yet
+    kernel((1,), (32,), (x,))  # asynchronous: nothing happens yet
     with pytest.raises(Fault, match="out of bounds"):
         cupy.cuda.Device().synchronize()
     with pytest.raises(Fault, match="out of bounds"):
@@ -218,11 +228,15 @@ def test_the_trace_tells_the_order(sim):
         event = a.record()
     event.synchronize()
     assert [entry for entry in sim.trace if entry[0] != "alloc"] == [
-        ("enqueue", "fill 4", "stream 1"), ("enqueue", "event", "stream 1"), ("run", "fill 4", "stream 1"), ("run", "event", "stream 1")]
+        ("enqueue", "fill 4", "stream 1"),
+        ("enqueue", "event", "stream 1"),
+        ("run", "fill 4", "stream 1"),
+        ("run", "event", "stream 1"),
+    ]
     del x
 
 
-# --- hazards between streams ------------------------------------------------------------------------------------------------------
+# --- hazards between streams ----------------------------------------------------------------------
 COPY = 'extern "C" __global__ void k(const float* x, float* y) { y[threadIdx.x] = x[threadIdx.x]; }'
 
 
@@ -232,7 +246,12 @@ def two():
     cupy.reset(arch="80", memory=1 << 26)
     arrays = [cupy.zeros(64, np.float32) for _ in range(3)]
     cupy.cuda.Device().synchronize()
-    return cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True), *arrays, cupy.RawModule(code=COPY).get_function("k")
+    return (
+        cupy.cuda.Stream(non_blocking=True),
+        cupy.cuda.Stream(non_blocking=True),
+        *arrays,
+        cupy.RawModule(code=COPY).get_function("k"),
+    )
 
 
 def test_two_streams_may_read_one_buffer(two):
@@ -240,7 +259,7 @@ def test_two_streams_may_read_one_buffer(two):
     with a:
         kernel((1,), (64,), (x, y))
     with b:
-        kernel((1,), (64,), (x, z))                               # const in the PTX sense: no store through x
+        kernel((1,), (64,), (x, z))  # const in the PTX sense: no store through x
         x.get(stream=b)
 
 
@@ -282,6 +301,7 @@ def test_pointers_in_structs_and_numbers_count_too(two):
         out = np.zeros((), [("n", np.int64), ("x", np.uint64), ("y", np.uint64)])
         out["n"], out["x"], out["y"] = 64, source.data.ptr, target.data.ptr
         return out
+
     with a:
         kernel((1,), (64,), (args(x, y),))
     with b:

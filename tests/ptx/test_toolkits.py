@@ -3,6 +3,7 @@
 generated/ holds what the compilers make of our kernels (see generate.py).  With -m slow the toolkits themselves are
 fetched and compile all kernels anew, for all architectures.
 """
+
 import glob
 import os
 
@@ -29,7 +30,9 @@ def broad(module, n=300):
     rng = np.random.default_rng(9)
     x, k = (rng.standard_normal(n) * 4).astype(np.float32), rng.integers(-5000, 5000, n).astype(np.int32)
     outputs = [cupy.zeros(n, t) for t in (np.float64, np.float32, np.int64)] + [cupy.zeros(8, np.uint32)]
-    module.get_function("broad")((-(-n // 96),), (96,), (cupy.asarray(x), cupy.asarray(k), *outputs, n), shared_mem=96 * 4)
+    module.get_function("broad")(
+        (-(-n // 96),), (96,), (cupy.asarray(x), cupy.asarray(k), *outputs, n), shared_mem=96 * 4
+    )
     smooth, floats, integers, histogram = (a.get() for a in outputs)
     v = x.astype(np.float64)
     exact = np.exp(-v * v) + np.log1p(np.abs(v)) + np.sin(v) * 0.25 + (np.abs(v) + 1) ** 0.3
@@ -39,7 +42,9 @@ def broad(module, n=300):
 
 
 def test_all_files_are_there():
-    assert {parts(name) for name in FILES} == {(kernel, toolkit, arch) for toolkit in TOOLKITS for kernel, archs in KERNELS.items() for arch in archs}
+    assert {parts(name) for name in FILES} == {
+        (kernel, toolkit, arch) for toolkit in TOOLKITS for kernel, archs in KERNELS.items() for arch in archs
+    }
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -51,13 +56,29 @@ def test_generated_code_runs(name):
         broad(module)
     elif kernel == "matmul":
         rng = np.random.default_rng(0)
-        a, b, c = rng.integers(-9, 9, (20, 32)).astype(np.float32), rng.integers(-9, 9, (32, 18)).astype(np.float32), cupy.empty((20, 18), np.float32)
+        a, b, c = (
+            rng.integers(-9, 9, (20, 32)).astype(np.float32),
+            rng.integers(-9, 9, (32, 18)).astype(np.float32),
+            cupy.empty((20, 18), np.float32),
+        )
         module.get_function("matmul")((2, 2), (16, 16), (cupy.asarray(a), cupy.asarray(b), c, 20, 18, 32))
         assert (c.get() == a @ b).all()
     else:
         q = np.random.default_rng(0).standard_normal((40, 32)).astype(np.float32)
         out = cupy.empty((40, 32), np.float32)
-        module.get_function("attention")((2,), (128,), (*(cupy.asarray(q) for _ in range(3)), out, cupy.arange(2, dtype=np.int32), 2, 40, 40, np.float32(1.0)))
+        module.get_function("attention")(
+            (2,),
+            (128,),
+            (
+                *(cupy.asarray(q) for _ in range(3)),
+                out,
+                cupy.arange(2, dtype=np.int32),
+                2,
+                40,
+                40,
+                np.float32(1.0),
+            ),
+        )
         s = q.astype(np.float64) @ q.T.astype(np.float64) * np.log(2)
         p = np.exp(s - s.max(1, keepdims=True))
         assert np.abs(out.get() - p / p.sum(1, keepdims=True) @ q).max() < 1e-5
@@ -73,7 +94,9 @@ def test_toolkits_agree(arch):
     assert len(results) == len(TOOLKITS)
     for other in results[1:]:
         assert (other[2] == results[0][2]).all()
-        assert np.allclose(other[1], results[0][1], rtol=1e-5, atol=1e-5) and np.allclose(other[0], results[0][0], rtol=1e-14)
+        assert np.allclose(other[1], results[0][1], rtol=1e-5, atol=1e-5) and np.allclose(
+            other[0], results[0][0], rtol=1e-14
+        )
 
 
 def binds(text):

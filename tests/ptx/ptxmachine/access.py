@@ -3,6 +3,7 @@
 Every function takes the active lanes (n,) and their addresses (n,) uint64 and works on values of shape (n,) or, for
 a vector of words, (n, words).
 """
+
 import numpy as np
 
 from .memory import ALLOCATED, GLOBAL_BASE, LOCAL_WINDOW, PARAM_WINDOW, SHARED_WINDOW, UNITS, WINDOW_BYTES
@@ -18,13 +19,18 @@ class Access:
     def __init__(self, run):
         self.run, self.memory = run, run.memory
 
-    # --- common checks -----------------------------------------------------------------------------------------
+    # --- common checks ----------------------------------------------------------------------------
     def _aligned(self, address, nbytes, lanes, ins, space):
         if nbytes > 1:
             odd = address & np.uint64(nbytes - 1)
             if odd.any():
                 at = int(np.flatnonzero(odd)[0])
-                raise self.run.fault("misaligned access", "%s address 0x%x is not a multiple of %d" % (space, address[at], nbytes), ins, lanes[at])
+                raise self.run.fault(
+                    "misaligned access",
+                    "%s address 0x%x is not a multiple of %d" % (space, address[at], nbytes),
+                    ins,
+                    lanes[at],
+                )
 
     def _global_index(self, address, nbytes, lanes, ins, verb):
         """Return the access' index in units of nbytes, checked against the arena."""
@@ -36,7 +42,12 @@ class Access:
         return (offset >> np.uint64(nbytes.bit_length() - 1)).view(np.int64)
 
     def _outside(self, verb, nbytes, address, ins, lane):
-        return self.run.fault("out of bounds", "%s of %d bytes at 0x%x: %s" % (verb, nbytes, address, self.memory.describe(address)), ins, lane)
+        return self.run.fault(
+            "out of bounds",
+            "%s of %d bytes at 0x%x: %s" % (verb, nbytes, address, self.memory.describe(address)),
+            ins,
+            lane,
+        )
 
     def _global_state(self, index, nbytes, lanes, address, ins, verb, wanted):
         unit = min(nbytes, 8)
@@ -48,14 +59,19 @@ class Access:
         good = good if nbytes == unit else good.all(1)
         at = int(np.flatnonzero(~good)[0])
         where = int(address[at])
-        state = self.memory.state[where - GLOBAL_BASE:where - GLOBAL_BASE + nbytes]
+        state = self.memory.state[where - GLOBAL_BASE : where - GLOBAL_BASE + nbytes]
         missing = np.flatnonzero((state & ALLOCATED) == 0)
         if len(missing):
             raise self._outside(verb, nbytes, where + int(missing[0]), ins, lanes[at])
         byte = where + int(np.flatnonzero((state & 2) == 0)[0])
-        raise self.run.fault("uninitialised read", "global 0x%x was never written: %s" % (byte, self.memory.describe(byte)), ins, lanes[at])
+        raise self.run.fault(
+            "uninitialised read",
+            "global 0x%x was never written: %s" % (byte, self.memory.describe(byte)),
+            ins,
+            lanes[at],
+        )
 
-    # --- global ----------------------------------------------------------------------------------------------------
+    # --- global -----------------------------------------------------------------------------------
     def load_global(self, lanes, address, nbytes, unit, ins):
         run = self.run
         index = self._global_index(address, nbytes, lanes, ins, "read")
@@ -77,7 +93,9 @@ class Access:
             self.memory.view("state", nbytes, state_unit)[index] = UNITS[state_unit](_ALL_READABLE[state_unit])
         else:
             state_unit = min(nbytes, 8)
-            self.memory.view("state", nbytes, state_unit)[index] |= UNITS[state_unit](0x0202020202020202 & (1 << 8 * state_unit) - 1)
+            self.memory.view("state", nbytes, state_unit)[index] |= UNITS[state_unit](
+                0x0202020202020202 & (1 << 8 * state_unit) - 1
+            )
         if run.counters is not None:
             run.counters.global_access(ins, run.lane_warp[lanes], address, nbytes, "write")
         data = self.memory.view("data", nbytes, unit)
@@ -91,7 +109,9 @@ class Access:
         if (kept != values).any():
             differ = kept != values
             at = int(np.flatnonzero(differ if differ.ndim == 1 else differ.any(1))[0])
-            raise self.run.fault("race", (text + " gets two values in one instruction") % address[at], ins, lanes[at])
+            raise self.run.fault(
+                "race", (text + " gets two values in one instruction") % address[at], ins, lanes[at]
+            )
 
     def _inside(self, memory, address, nbytes, lanes, ins, verb, space, owner):
         """Return the addresses as int64; refuse what lies outside of all variables of a block or thread."""
@@ -105,11 +125,16 @@ class Access:
             bad = bad | ~(memory.valid[inner] & memory.valid[np.minimum(inner + nbytes - 1, memory.size - 1)])
         if bad.any():
             at = int(np.flatnonzero(bad)[0])
-            raise self.run.fault("out of bounds", "%s of %d bytes at %s address %d of the %s, behind a variable or beyond its %d bytes"
-                                 % (verb, nbytes, space, address[at], owner, memory.size), ins, lanes[at])
+            raise self.run.fault(
+                "out of bounds",
+                "%s of %d bytes at %s address %d of the %s, behind a variable or beyond its %d bytes"
+                % (verb, nbytes, space, address[at], owner, memory.size),
+                ins,
+                lanes[at],
+            )
         return where
 
-    # --- shared ---------------------------------------------------------------------------------------------------
+    # --- shared -----------------------------------------------------------------------------------
     def shared_index(self, lanes, address, nbytes, ins, verb):
         """Return the index in units of nbytes in the array of all blocks' shared memory."""
         run = self.run
@@ -122,7 +147,9 @@ class Access:
         run = self.run
         index = self.shared_index(lanes, address, nbytes, ins, "read")
         if run.shadow is not None:
-            self._report(run.shadow.on_read(run.lane_warp[lanes], index, nbytes, self._who(lanes, reader)), ins, lanes)
+            self._report(
+                run.shadow.on_read(run.lane_warp[lanes], index, nbytes, self._who(lanes, reader)), ins, lanes
+            )
         if run.counters is not None:
             run.counters.shared_access(ins, run.lane_warp[lanes], lanes, address, nbytes)
         return run.shared.view(nbytes, unit)[index]
@@ -131,7 +158,9 @@ class Access:
         run = self.run
         index = self.shared_index(lanes, address, nbytes, ins, "write")
         if run.shadow is not None:
-            self._report(run.shadow.on_write(run.lane_warp[lanes], index, nbytes, self._who(lanes, author)), ins, lanes)
+            self._report(
+                run.shadow.on_write(run.lane_warp[lanes], index, nbytes, self._who(lanes, author)), ins, lanes
+            )
         if run.counters is not None:
             run.counters.shared_access(ins, run.lane_warp[lanes], lanes, address, nbytes)
         data = run.shared.view(nbytes, unit)
@@ -147,7 +176,7 @@ class Access:
         if bad:
             raise self.run.fault(bad[1], bad[2], ins, lanes[bad[0]])
 
-    # --- local, param, generic ----------------------------------------------------------------------------------------
+    # --- local, param, generic --------------------------------------------------------------------
     def _local_index(self, lanes, address, nbytes, ins, verb):
         run = self.run
         self._aligned(address, nbytes, lanes, ins, "local")
@@ -164,7 +193,12 @@ class Access:
         limit = self.run.program.function.param_bytes
         if (address + np.uint64(nbytes) > np.uint64(limit)).any():
             at = int(np.flatnonzero(address + np.uint64(nbytes) > np.uint64(limit))[0])
-            raise self.run.fault("out of bounds", "read of %d bytes at parameter byte %d of %d" % (nbytes, address[at], limit), ins, lanes[at])
+            raise self.run.fault(
+                "out of bounds",
+                "read of %d bytes at parameter byte %d of %d" % (nbytes, address[at], limit),
+                ins,
+                lanes[at],
+            )
         bytes_ = self.run.params[address.view(np.int64)[:, None] + np.arange(nbytes)]
         values = bytes_.view(UNITS[unit])
         return values[:, 0] if nbytes == unit else values
@@ -203,7 +237,7 @@ class Access:
         for name, at, local in self._spaces(address):
             self.store(name, lanes[at], local, values[at], nbytes, unit, ins)
 
-    # --- atomics ------------------------------------------------------------------------------------------------------
+    # --- atomics ----------------------------------------------------------------------------------
     def atomic(self, space, lanes, address, nbytes, unit, ins, function, count):
         """Apply `function(old, positions) -> new` lane after lane; return the old values.
 
@@ -213,7 +247,16 @@ class Access:
         if space == "generic":
             out = None
             for name, at, local in self._spaces(address):
-                part = self.atomic(name, lanes[at], local, nbytes, unit, ins, lambda old, where, at=at: function(old, at[where]), count)
+                part = self.atomic(
+                    name,
+                    lanes[at],
+                    local,
+                    nbytes,
+                    unit,
+                    ins,
+                    lambda old, where, at=at: function(old, at[where]),
+                    count,
+                )
                 if out is None:
                     out = np.zeros((len(lanes),) + part.shape[1:], part.dtype)
                 out[at] = part
@@ -222,7 +265,9 @@ class Access:
             index = self._global_index(address, nbytes, lanes, ins, "atomic")
             if run.check:
                 self._global_state(index, nbytes, lanes, address, ins, "atomic", _ALL_READABLE)
-                bad = run.owners.on_write(run.lane_chunk_block[lanes], (address - BASE).view(np.int64), nbytes, atomic=True)
+                bad = run.owners.on_write(
+                    run.lane_chunk_block[lanes], (address - BASE).view(np.int64), nbytes, atomic=True
+                )
                 if bad:
                     raise run.fault("two blocks write", bad[1], ins, lanes[bad[0]])
             data = self.memory.view("data", nbytes, unit)
@@ -233,8 +278,12 @@ class Access:
                 never = shadow._granules(shadow.wrote, nbytes // shadow.granule)[index] == 0xFFFFFFFF
                 if never.any():
                     at = int(np.flatnonzero(never if never.ndim == 1 else never.any(1))[0])
-                    raise run.fault("uninitialised read", "shared byte %d was never written" % address[at], ins, lanes[at])
-                self._report(shadow.on_write(run.lane_warp[lanes], index, nbytes, lanes % 32, atomic=True), ins, lanes)
+                    raise run.fault(
+                        "uninitialised read", "shared byte %d was never written" % address[at], ins, lanes[at]
+                    )
+                self._report(
+                    shadow.on_write(run.lane_warp[lanes], index, nbytes, lanes % 32, atomic=True), ins, lanes
+                )
             data = run.shared.view(nbytes, unit)
         else:
             raise run.fault("out of bounds", "atomic in %s memory" % space, ins, lanes[0])
@@ -245,7 +294,7 @@ class Access:
         ranked = index[order]
         first = np.r_[True, ranked[1:] != ranked[:-1]]
         start = np.maximum.accumulate(np.where(first, np.arange(len(ranked)), 0))
-        rank = np.arange(len(ranked)) - start                     # how many lanes before it hit the same address
+        rank = np.arange(len(ranked)) - start  # how many lanes before it hit the same address
         for turn in range(int(rank.max()) + 1 if len(rank) else 0):
             at = order[rank == turn] if turn or not first.all() else order
             where = index[at]

@@ -1,4 +1,5 @@
 """Block barriers: bar.sync, bar.arrive, bar.red and their barrier.* names."""
+
 import numpy as np
 
 from .parser import PtxError
@@ -13,7 +14,7 @@ class Barrier:
         self.resume = np.zeros(run.total, np.int64)
         self.vote = np.zeros(run.total, bool)
         self.expected = run.threads
-        self.snapshots = {}                       # block -> what warps that arrived knew
+        self.snapshots = {}  # block -> what warps that arrived knew
 
 
 def barrier_control(run, binder, ins, predicate, negate):
@@ -50,7 +51,9 @@ def barrier_control(run, binder, ins, predicate, negate):
         numbers = np.broadcast_to(number, (run.total,))
         for value in np.unique(numbers[mask]):
             if value > 15:
-                raise run.fault("barrier", "barrier number %d is above 15" % value, ins, np.flatnonzero(mask)[0])
+                raise run.fault(
+                    "barrier", "barrier number %d is above 15" % value, ins, np.flatnonzero(mask)[0]
+                )
             out += one(int(value), mask & (numbers == value))
         return out
 
@@ -66,7 +69,9 @@ def barrier_control(run, binder, ins, predicate, negate):
         per_block = (run.blocks, run.lanes_per_block)
         again = mask & (barrier.mask | barrier.arrived)
         if again.any():
-            raise run.fault("barrier", "barrier %d: the thread arrives twice" % value, ins, np.flatnonzero(again)[0])
+            raise run.fault(
+                "barrier", "barrier %d: the thread arrives twice" % value, ins, np.flatnonzero(again)[0]
+            )
         barrier.expected = expected
         barrier.resume[mask] = pc + 1
         out = []
@@ -84,7 +89,12 @@ def barrier_control(run, binder, ins, predicate, negate):
                 barrier.vote[mask] = vote()[mask]
         there = (barrier.mask | barrier.arrived).reshape(per_block).sum(1)
         if (there > expected).any():
-            raise run.fault("barrier", "barrier %d: %d threads came, %d expected" % (value, there.max(), expected), ins, first)
+            raise run.fault(
+                "barrier",
+                "barrier %d: %d threads came, %d expected" % (value, there.max(), expected),
+                ins,
+                first,
+            )
         done = there == expected
         if not done.any():
             return out
@@ -94,9 +104,17 @@ def barrier_control(run, binder, ins, predicate, negate):
             other = lanes[barrier.resume[lanes] != barrier.resume[lanes[0]]]
             same_block = other[run.lane_block[other] == run.lane_block[lanes[0]]]
             if len(same_block):
-                raise run.fault("barrier", "barrier %d: threads of one block wait at different barriers (PTX lines %d and %d)"
-                                % (value, run.program.code[barrier.resume[lanes[0]] - 1].line,
-                                   run.program.code[barrier.resume[same_block[0]] - 1].line), ins, same_block[0])
+                raise run.fault(
+                    "barrier",
+                    "barrier %d: threads of one block wait at different barriers (PTX lines %d and %d)"
+                    % (
+                        value,
+                        run.program.code[barrier.resume[lanes[0]] - 1].line,
+                        run.program.code[barrier.resume[same_block[0]] - 1].line,
+                    ),
+                    ins,
+                    same_block[0],
+                )
         blocks = np.flatnonzero(done)
         if vote is not None:
             votes = (barrier.vote & release).reshape(per_block).sum(1).astype(np.uint32)

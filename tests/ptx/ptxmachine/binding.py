@@ -10,6 +10,7 @@ An instruction is added by writing a builder
 A builder runs once per launch size, the function once per step for all lanes.  Functions must compute before they
 write (a result may share its array with an operand) and must write under `g.where` only.
 """
+
 import numpy as np
 
 from .memory import LOCAL_WINDOW, SHARED_WINDOW
@@ -22,10 +23,12 @@ ONE, ZERO = np.uint32(1), np.uint32(0)
 
 def instruction(*names):
     """Register a builder for the opcodes `names`."""
+
     def register(builder):
         for name in names:
             BUILDERS[name] = builder
         return builder
+
     return register
 
 
@@ -49,7 +52,7 @@ class Binder:
 
     def __init__(self, run):
         self.run, self.registers, self.total = run, run.registers, run.total
-        self.carry = np.zeros(run.total, bool)                # the CC flag of add.cc and its like
+        self.carry = np.zeros(run.total, bool)  # the CC flag of add.cc and its like
         self._zero = {}
 
     def _view(self, name, dtype, ins_text=""):
@@ -61,8 +64,8 @@ class Binder:
             return array
         if size == array.itemsize:
             return array.view(dtype)
-        if size < array.itemsize:                              # the low part
-            return array.view(dtype)[::array.itemsize // size]
+        if size < array.itemsize:  # the low part
+            return array.view(dtype)[:: array.itemsize // size]
         raise PtxError("kernel %s: register %s is narrower than its use" % (self.run.program.name, name))
 
     def source(self, operand, kind):
@@ -91,7 +94,10 @@ class Binder:
         if tag == "x":
             return self.special(operand[1], dtype)
         if tag == "s":
-            return np.array(self.address_of(operand[1])[1] + operand[2] & ((1 << 8 * dtype.itemsize) - 1), STORAGE[dtype.itemsize]).view(dtype)
+            return np.array(
+                self.address_of(operand[1])[1] + operand[2] & ((1 << 8 * dtype.itemsize) - 1),
+                STORAGE[dtype.itemsize],
+            ).view(dtype)
         if tag == "!":
             raise PtxError("negated operand where a number was expected")
         raise PtxError("operand %r is not a value" % (operand,))
@@ -130,7 +136,7 @@ class Binder:
         """Return the list of operands of a vector, or the operand alone in a list."""
         return operand[1] if operand[0] == "v" else [operand]
 
-    # --- names ------------------------------------------------------------------------------------------------
+    # --- names ------------------------------------------------------------------------------------
     def address_of(self, name):
         """Return (space, address) of a variable."""
         run = self.run
@@ -184,13 +190,16 @@ class Binder:
         elif base == "%total_smem_size":
             value = np.array(run.dynamic_shared + run.program.static_shared, np.uint32)
         else:
-            raise PtxError("kernel %s: special register %s is not supported (the machine has no time)" % (run.program.name, name))
+            raise PtxError(
+                "kernel %s: special register %s is not supported (the machine has no time)"
+                % (run.program.name, name)
+            )
         if dtype.itemsize == 4:
             return value.view(dtype)
         if value.ndim == 0 or base not in ("%tid", "%ctaid", "%nctaid", "%ntid"):
             return value.astype(STORAGE[dtype.itemsize]).view(dtype)
         if dtype.itemsize < 4:
-            return value.view(dtype)[::4 // dtype.itemsize]
+            return value.view(dtype)[:: 4 // dtype.itemsize]
         raise PtxError("kernel %s: %s as a 64-bit value is not supported" % (run.program.name, name))
 
 

@@ -2,15 +2,22 @@
 
 Counts are of warps: an instruction that a warp executes counts once, whatever its lanes do.
 """
+
 import numpy as np
 
-
-
-CLASSES = (("tensor", {"mma"}), ("ldmatrix", {"ldmatrix", "stmatrix", "movmatrix"}), ("cp.async", {"cp"}),
-           ("special", {"ex2", "lg2", "sin", "cos", "tanh", "rcp", "rsqrt", "sqrt"}),
-           ("atomic", {"atom", "red"}), ("barrier", {"bar", "barrier", "membar", "fence"}),
-           ("warp", {"shfl", "vote", "match", "redux", "elect", "activemask"}), ("control", {"bra", "brx", "ret", "exit", "trap", "call"}),
-           ("convert", {"cvt", "cvta"}), ("move", {"mov", "selp", "slct", "prmt"}), ("predicate", {"setp", "set", "testp", "isspacep"}))
+CLASSES = (
+    ("tensor", {"mma"}),
+    ("ldmatrix", {"ldmatrix", "stmatrix", "movmatrix"}),
+    ("cp.async", {"cp"}),
+    ("special", {"ex2", "lg2", "sin", "cos", "tanh", "rcp", "rsqrt", "sqrt"}),
+    ("atomic", {"atom", "red"}),
+    ("barrier", {"bar", "barrier", "membar", "fence"}),
+    ("warp", {"shfl", "vote", "match", "redux", "elect", "activemask"}),
+    ("control", {"bra", "brx", "ret", "exit", "trap", "call"}),
+    ("convert", {"cvt", "cvta"}),
+    ("move", {"mov", "selp", "slct", "prmt"}),
+    ("predicate", {"setp", "set", "testp", "isspacep"}),
+)
 
 
 def class_of(ins):
@@ -19,7 +26,14 @@ def class_of(ins):
         if ins.op in ops:
             return name
     if ins.op in ("ld", "st", "ldu"):
-        space = next((m.split("::")[0] for m in ins.mods if m.split("::")[0] in ("global", "shared", "local", "param", "const")), "generic")
+        space = next(
+            (
+                m.split("::")[0]
+                for m in ins.mods
+                if m.split("::")[0] in ("global", "shared", "local", "param", "const")
+            ),
+            "generic",
+        )
         return space
     kind = ins.mods[-1] if ins.mods else ""
     return "float" if kind in ("f32", "f64", "f16", "bf16", "f16x2", "bf16x2", "f32x2") else "integer"
@@ -32,12 +46,16 @@ class Counters:
         self.program = program
         size = len(program.code)
         self.executed_warps, self.executed_lanes = np.zeros(size, np.int64), np.zeros(size, np.int64)
-        self.shared_requests, self.shared_wavefronts, self.shared_ideal = (np.zeros(size, np.int64) for _ in range(3))
-        self.global_requests, self.global_sectors, self.global_ideal = (np.zeros(size, np.int64) for _ in range(3))
+        self.shared_requests, self.shared_wavefronts, self.shared_ideal = (
+            np.zeros(size, np.int64) for _ in range(3)
+        )
+        self.global_requests, self.global_sectors, self.global_ideal = (
+            np.zeros(size, np.int64) for _ in range(3)
+        )
         self.bytes_read, self.bytes_written = np.zeros(size, np.int64), np.zeros(size, np.int64)
         self.atomic_lanes = np.zeros(size, np.int64)
 
-    # --- recording ---------------------------------------------------------------------------------------------------
+    # --- recording --------------------------------------------------------------------------------
     def executed(self, start, end, g):
         self.executed_warps[start:end] += len(g.active_warps())
         self.executed_lanes[start:end] += len(g.lanes)
@@ -47,10 +65,15 @@ class Counters:
         if len(lanes) == 0:
             return
         per_phase = 32 if nbytes <= 4 else 128 // nbytes
-        if len(lanes) % per_phase == 0 and (lanes.reshape(-1, per_phase)[:, 0] % per_phase == 0).all() and (
-                lanes.reshape(-1, per_phase)[:, -1] % per_phase == per_phase - 1).all():
+        if (
+            len(lanes) % per_phase == 0
+            and (lanes.reshape(-1, per_phase)[:, 0] % per_phase == 0).all()
+            and (lanes.reshape(-1, per_phase)[:, -1] % per_phase == per_phase - 1).all()
+        ):
             # Whole phases.  Lanes whose words fill all banks do not conflict: the usual case, told by one OR.
-            slot = (address >> np.uint64(max(nbytes, 4).bit_length() - 1)).astype(np.uint32) & np.uint32(per_phase - 1)
+            slot = (address >> np.uint64(max(nbytes, 4).bit_length() - 1)).astype(np.uint32) & np.uint32(
+                per_phase - 1
+            )
             filled = np.bitwise_or.reduce((np.uint32(1) << slot).reshape(-1, per_phase), axis=1)
             if nbytes >= 4 and (filled == np.uint32((1 << per_phase) - 1)).all():
                 self.shared_requests[ins.pc] += int(np.count_nonzero(np.diff(warp)) + 1)
@@ -60,7 +83,9 @@ class Counters:
         phase = warp * (32 // per_phase) + (lanes % 32) // per_phase
         words = max(1, nbytes // 4)
         word = (address.astype(np.int64) // 4)[:, None] + np.arange(words)
-        keys = np.unique(np.repeat(phase, words) * (1 << 20) + word.ravel())      # lanes that share a word share its access
+        keys = np.unique(
+            np.repeat(phase, words) * (1 << 20) + word.ravel()
+        )  # lanes that share a word share its access
         _, phases = np.unique(keys >> 20, return_inverse=True)
         per_bank = np.bincount(phases * 32 + (keys & 31), minlength=(phases.max() + 1) * 32).reshape(-1, 32)
         self.shared_requests[ins.pc] += len(np.unique(warp))
@@ -87,7 +112,7 @@ class Counters:
         if space == "global":
             self.global_access(ins, warp, address, nbytes, "write")
 
-    # --- data ----------------------------------------------------------------------------------------------------------
+    # --- data -------------------------------------------------------------------------------------
     def mix(self, start=0, end=None):
         """Return {class: warp instructions} of the pcs [start, end)."""
         out = {}
@@ -145,11 +170,21 @@ class Counters:
             mix = self.mix(loop.start, loop.end + 1)
             total = sum(mix.values())
             code = self.program.code
-            out.append({"ptx_lines": (code[loop.start].line, code[loop.end].line), "source": self.program.source(code[loop.start]),
-                        "depth": loop.depth, "pcs": (loop.start, loop.end), "trips": int(self.executed_warps[loop.end]), "instructions": total, "mix": mix,
-                        "tensor_share": mix.get("tensor", 0) / max(1, total),
-                        "bank_conflicts": int((self.shared_wavefronts - self.shared_ideal)[pcs].sum()),
-                        "sectors": int(self.global_sectors[pcs].sum()), "ideal_sectors": int(self.global_ideal[pcs].sum())})
+            out.append(
+                {
+                    "ptx_lines": (code[loop.start].line, code[loop.end].line),
+                    "source": self.program.source(code[loop.start]),
+                    "depth": loop.depth,
+                    "pcs": (loop.start, loop.end),
+                    "trips": int(self.executed_warps[loop.end]),
+                    "instructions": total,
+                    "mix": mix,
+                    "tensor_share": mix.get("tensor", 0) / max(1, total),
+                    "bank_conflicts": int((self.shared_wavefronts - self.shared_ideal)[pcs].sum()),
+                    "sectors": int(self.global_sectors[pcs].sum()),
+                    "ideal_sectors": int(self.global_ideal[pcs].sum()),
+                }
+            )
         return out
 
     def accesses(self):
@@ -158,30 +193,68 @@ class Counters:
         for ins in self.program.code:
             pc = ins.pc
             if self.shared_requests[pc] or self.global_requests[pc]:
-                out.append({"pc": pc, "ptx_line": ins.line, "source": self.program.source(ins), "opcode": ins.opcode,
-                            "shared_requests": int(self.shared_requests[pc]), "wavefronts": int(self.shared_wavefronts[pc]),
-                            "conflicts": int(self.shared_wavefronts[pc] - self.shared_ideal[pc]),
-                            "global_requests": int(self.global_requests[pc]), "sectors": int(self.global_sectors[pc]),
-                            "ideal_sectors": int(self.global_ideal[pc]), "bytes_read": int(self.bytes_read[pc]),
-                            "bytes_written": int(self.bytes_written[pc]), "atomics": int(self.atomic_lanes[pc])})
+                out.append(
+                    {
+                        "pc": pc,
+                        "ptx_line": ins.line,
+                        "source": self.program.source(ins),
+                        "opcode": ins.opcode,
+                        "shared_requests": int(self.shared_requests[pc]),
+                        "wavefronts": int(self.shared_wavefronts[pc]),
+                        "conflicts": int(self.shared_wavefronts[pc] - self.shared_ideal[pc]),
+                        "global_requests": int(self.global_requests[pc]),
+                        "sectors": int(self.global_sectors[pc]),
+                        "ideal_sectors": int(self.global_ideal[pc]),
+                        "bytes_read": int(self.bytes_read[pc]),
+                        "bytes_written": int(self.bytes_written[pc]),
+                        "atomics": int(self.atomic_lanes[pc]),
+                    }
+                )
         return out
 
     def table(self):
         """Return everything as text."""
         total = max(1, self.instructions)
-        lines = ["kernel %s: %d warp instructions, tensor share %.1f%%" % (self.program.name, self.instructions, 100 * self.tensor_share)]
+        lines = [
+            "kernel %s: %d warp instructions, tensor share %.1f%%"
+            % (self.program.name, self.instructions, 100 * self.tensor_share)
+        ]
         lines += ["  %-10s %10d %6.1f%%" % (name, n, 100 * n / total) for name, n in self.mix().items()]
-        lines.append("bytes read %d, written %d; sectors %d (efficiency %.1f%%); bank conflicts %d; atomics %d"
-                     % (*self.bytes, self.sectors, 100 * self.sector_efficiency, self.bank_conflicts, self.atomics))
+        lines.append(
+            "bytes read %d, written %d; sectors %d (efficiency %.1f%%); bank conflicts %d; atomics %d"
+            % (*self.bytes, self.sectors, 100 * self.sector_efficiency, self.bank_conflicts, self.atomics)
+        )
         for loop in self.loops():
-            lines.append("%sloop PTX %d-%d%s: %d trips, %d instructions, tensor share %.1f%%, conflicts %d" % (
-                "  " * loop["depth"], *loop["ptx_lines"], " (%s:%d)" % loop["source"] if loop["source"] else "", loop["trips"],
-                loop["instructions"], 100 * loop["tensor_share"], loop["bank_conflicts"]))
-        lines.append("%8s %-44s %9s %9s %9s %9s %9s %9s" % ("PTX", "memory instruction", "requests", "wavefr.", "conflicts", "sectors", "ideal", "bytes"))
+            lines.append(
+                "%sloop PTX %d-%d%s: %d trips, %d instructions, tensor share %.1f%%, conflicts %d"
+                % (
+                    "  " * loop["depth"],
+                    *loop["ptx_lines"],
+                    " (%s:%d)" % loop["source"] if loop["source"] else "",
+                    loop["trips"],
+                    loop["instructions"],
+                    100 * loop["tensor_share"],
+                    loop["bank_conflicts"],
+                )
+            )
+        lines.append(
+            "%8s %-44s %9s %9s %9s %9s %9s %9s"
+            % ("PTX", "memory instruction", "requests", "wavefr.", "conflicts", "sectors", "ideal", "bytes")
+        )
         for a in self.accesses():
-            lines.append("%8d %-44s %9d %9d %9d %9d %9d %9d" % (
-                a["ptx_line"], a["opcode"][:44], max(a["shared_requests"], a["global_requests"]), a["wavefronts"], a["conflicts"],
-                a["sectors"], a["ideal_sectors"], a["bytes_read"] + a["bytes_written"]))
+            lines.append(
+                "%8d %-44s %9d %9d %9d %9d %9d %9d"
+                % (
+                    a["ptx_line"],
+                    a["opcode"][:44],
+                    max(a["shared_requests"], a["global_requests"]),
+                    a["wavefronts"],
+                    a["conflicts"],
+                    a["sectors"],
+                    a["ideal_sectors"],
+                    a["bytes_read"] + a["bytes_written"],
+                )
+            )
         return "\n".join(lines)
 
 

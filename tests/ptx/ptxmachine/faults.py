@@ -8,8 +8,19 @@ class Fault(RuntimeError):
     None), block (x, y, z), warp, lane, thread (x, y, z), detail.
     """
 
-    def __init__(self, kind, detail, kernel=None, ins=None, text="", source=None, block=None, warp=None,
-                 lane=None, thread=None):
+    def __init__(
+        self,
+        kind,
+        detail,
+        kernel=None,
+        ins=None,
+        text="",
+        source=None,
+        block=None,
+        warp=None,
+        lane=None,
+        thread=None,
+    ):
         self.kind, self.detail, self.kernel = kind, detail, kernel
         self.opcode, self.line = (ins.opcode, ins.line) if ins is not None else (None, None)
         self.text, self.source = text.strip(), source
@@ -22,7 +33,9 @@ class Fault(RuntimeError):
         if source is not None:
             parts.append("CUDA C %s:%d" % source)
         if block is not None:
-            parts.append("block (%d, %d, %d), warp %d, lane %d, thread (%d, %d, %d)" % (*block, warp, lane, *thread))
+            parts.append(
+                "block (%d, %d, %d), warp %d, lane %d, thread (%d, %d, %d)" % (*block, warp, lane, *thread)
+            )
         super().__init__("\n  ".join(parts))
 
 

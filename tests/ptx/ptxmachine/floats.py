@@ -7,17 +7,22 @@ A sum or product that must be rounded to a narrow format is first made in float6
 float64 result, if inexact, gets its last bit set.  Rounding that to a format of at most 51 bits equals rounding
 the exact value (Boldo and Melquiond 2008).
 """
+
 import math
 from fractions import Fraction
 
 import numpy as np
 
 NAN32, NAN16, NAN64 = np.uint32(0x7FFFFFFF), np.uint16(0x7FFF), np.uint64(0x7FF8000000000000)
-TINY32 = np.float32(2.0 ** -126)                  # the smallest normal float32
+TINY32 = np.float32(2.0**-126)  # the smallest normal float32
 
 # name: (precision in bits with the hidden one, exponent of the smallest normal, largest finite value)
-FORMATS = {"f16": (11, -14, 65504.0), "bf16": (8, -126, float(2 ** 128 - 2 ** 120)), "tf32": (11, -126, float(2 ** 128 - 2 ** 117)),
-           "f32": (24, -126, float(2 ** 128 - 2 ** 104))}
+FORMATS = {
+    "f16": (11, -14, 65504.0),
+    "bf16": (8, -126, float(2**128 - 2**120)),
+    "tf32": (11, -126, float(2**128 - 2**117)),
+    "f32": (24, -126, float(2**128 - 2**104)),
+}
 
 
 def flush32(x):
@@ -30,7 +35,7 @@ def flush32(x):
 
 def canonical32(x):
     """Return x with every NaN as 0x7fffffff, the one that float32 instructions make."""
-    square = np.dot(x, x) if x.ndim else x        # NaN if and only if one is there: squares never cancel
+    square = np.dot(x, x) if x.ndim else x  # NaN if and only if one is there: squares never cancel
     if square != square:
         x = np.where(np.isnan(x), NAN32.view(np.float32), x)
     return x
@@ -40,7 +45,7 @@ def narrow(x, fmt, rnd="rn"):
     """Round float64 `x` to `fmt` and return float64 values on that format's grid (overflow as `rnd` says)."""
     bits, emin, largest = FORMATS[fmt]
     _, exponent = np.frexp(x)
-    quantum = np.maximum(exponent - bits, emin - bits + 1)        # x is rounded to a multiple of 2**quantum
+    quantum = np.maximum(exponent - bits, emin - bits + 1)  # x is rounded to a multiple of 2**quantum
     scaled = np.ldexp(x, -quantum)
     if rnd == "rn":
         scaled = np.rint(scaled)
@@ -62,7 +67,7 @@ def narrow(x, fmt, rnd="rn"):
     return out
 
 
-# --- float64 with round to odd ----------------------------------------------------------------------------
+# --- float64 with round to odd --------------------------------------------------------------------
 def _two_sum(a, b):
     s = a + b
     t = s - a
@@ -108,8 +113,8 @@ def fma64(a, b, c, rnd="rn"):
     out = vh + _to_odd(z, error)
     # Where a partial result could overflow or lose bits below the smallest subnormal: exact arithmetic.
     mag = np.abs(uh)
-    safe = (mag < 2.0 ** 990) & (np.abs(a) < 2.0 ** 990) & (np.abs(b) < 2.0 ** 990) & (np.abs(c) < 2.0 ** 990)
-    safe &= (mag > 2.0 ** -960) & ((np.abs(out) > 2.0 ** -960) | (out == 0))
+    safe = (mag < 2.0**990) & (np.abs(a) < 2.0**990) & (np.abs(b) < 2.0**990) & (np.abs(c) < 2.0**990)
+    safe &= (mag > 2.0**-960) & ((np.abs(out) > 2.0**-960) | (out == 0))
     plain = (uh == 0) & ((a == 0) | (b == 0))
     out = np.where(plain, a * b + c, out)
     slow = ~(safe | plain)
@@ -125,7 +130,9 @@ def fma64(a, b, c, rnd="rn"):
                 exact = Fraction(x) * Fraction(y) + Fraction(w)
                 if exact == 0:
                     product_sign = math.copysign(1, x) * math.copysign(1, y)
-                    same = product_sign == math.copysign(1, w) and (x * y == 0 or Fraction(x) * Fraction(y) == 0)
+                    same = product_sign == math.copysign(1, w) and (
+                        x * y == 0 or Fraction(x) * Fraction(y) == 0
+                    )
                     out.flat[i] = math.copysign(0.0, w) if same else (-0.0 if rnd == "rm" else 0.0)
                 else:
                     out.flat[i] = round_fraction(exact, rnd)
@@ -142,13 +149,17 @@ def round_fraction(value, rnd="rn", bits=53, emin=-1022):
     scaled = mag / Fraction(2) ** quantum
     whole, rest = divmod(scaled.numerator, scaled.denominator)
     twice = 2 * rest
-    up = {"rn": twice > scaled.denominator or (twice == scaled.denominator and whole & 1),
-          "rz": False, "rm": rest and sign < 0, "rp": rest and sign > 0}[rnd]
+    up = {
+        "rn": twice > scaled.denominator or (twice == scaled.denominator and whole & 1),
+        "rz": False,
+        "rm": rest and sign < 0,
+        "rp": rest and sign > 0,
+    }[rnd]
     whole += bool(up)
     limit = 1024 if bits == 53 else 128
     if whole.bit_length() + quantum > limit:
         away = rnd == "rn" or (rnd == "rp" and sign > 0) or (rnd == "rm" and sign < 0)
-        top = math.ldexp(2 ** bits - 1, limit - bits)
+        top = math.ldexp(2**bits - 1, limit - bits)
         return sign * (math.inf if away else top)
     return sign * math.ldexp(whole, quantum)
 
@@ -158,15 +169,15 @@ def fma_odd(a, b, c):
     return add_odd(a * b, c)
 
 
-# --- float32 ------------------------------------------------------------------------------------------------
+# --- float32 --------------------------------------------------------------------------------------
 def fma32(a, b, c, rnd="rn"):
     """Return the float32 fused multiply-add."""
-    product = a.astype(np.float64) * b                            # 48 bits: exact
+    product = a.astype(np.float64) * b  # 48 bits: exact
     s = product + c
     if rnd == "rn":
         out = s.astype(np.float32)
         # Two roundings differ from one only if s fell on a midpoint of float32, or if the result is subnormal.
-        odd = ((s.view(np.int64) & 0x1FFFFFFF) == 0x10000000) | (np.abs(s) < 2.0 ** -125)
+        odd = ((s.view(np.int64) & 0x1FFFFFFF) == 0x10000000) | (np.abs(s) < 2.0**-125)
         if not odd.any():
             return out
         return to32(add_odd(product, np.broadcast_to(c, product.shape).astype(np.float64)))
@@ -185,14 +196,24 @@ def directed32(op, a, b, rnd):
         y = -y
     if op in ("add", "sub"):
         exact = add_odd(x, y)
-        if rnd == "rm":                                           # x + (-x) is -0 when rounding down
-            exact = np.where((exact == 0) & ~((x == 0) & (y == 0) & ~np.signbit(x) & ~np.signbit(y)), -0.0, exact)
+        if rnd == "rm":  # x + (-x) is -0 when rounding down
+            exact = np.where(
+                (exact == 0) & ~((x == 0) & (y == 0) & ~np.signbit(x) & ~np.signbit(y)), -0.0, exact
+            )
     elif op == "mul":
         exact = x * y
     else:
         q = x / y
-        rest = np.array([float(np.sign(Fraction(n) - Fraction(v) * Fraction(d))) if np.isfinite(v) and np.isfinite(n) and np.isfinite(d) and d else 0.0
-                         for n, v, d in zip(x.ravel(), q.ravel(), y.ravel())]).reshape(q.shape)
+        rest = np.array(
+            [
+                (
+                    float(np.sign(Fraction(n) - Fraction(v) * Fraction(d)))
+                    if np.isfinite(v) and np.isfinite(n) and np.isfinite(d) and d
+                    else 0.0
+                )
+                for n, v, d in zip(x.ravel(), q.ravel(), y.ravel())
+            ]
+        ).reshape(q.shape)
         exact = _to_odd(q, rest * np.where(np.signbit(y), -1.0, 1.0))
     return to32(narrow(exact, "f32", rnd))
 
@@ -220,7 +241,7 @@ def sqrt_directed(x, rnd, bits):
         v = float(x.flat[i])
         if math.isfinite(v) and v > 0:
             exact = Fraction(v)
-            shift = 2 * (120 + max(0, -math.frexp(v)[1]))         # enough bits below the point
+            shift = 2 * (120 + max(0, -math.frexp(v)[1]))  # enough bits below the point
             root = math.isqrt(int(exact * (1 << shift)))
             inexact = Fraction(root * root, 1 << shift) != exact
             value = Fraction(2 * root + (1 if inexact else 0), 1 << (shift // 2 + 1))
@@ -245,7 +266,7 @@ def saturate(x):
     return np.where(x > 0, np.minimum(x, x.dtype.type(1)), x.dtype.type(0))
 
 
-# --- f16 and bf16: raw bits <-> float32 -----------------------------------------------------------------------
+# --- f16 and bf16: raw bits <-> float32 -----------------------------------------------------------
 def f16_to_32(bits):
     return bits.view(np.float16).astype(np.float32)
 
@@ -268,9 +289,13 @@ def to_bf16(x, rnd="rn"):
     x = np.atleast_1d(np.asarray(x))
     if x.dtype == np.float32 and rnd == "rn":
         bits = x.view(np.uint32)
-        out = ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)
+        out = ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(
+            np.uint16
+        )
     else:
-        out = (narrow(x.astype(np.float64), "bf16", rnd).astype(np.float32).view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+        out = (
+            narrow(x.astype(np.float64), "bf16", rnd).astype(np.float32).view(np.uint32) >> np.uint32(16)
+        ).astype(np.uint16)
     nan = np.isnan(x)
     return np.where(nan, NAN16, out) if np.any(nan) else out
 

@@ -4,12 +4,20 @@ Lanes that stand at the same instruction form a group; the group at the smallest
 and merges with whom it meets.  A `.sync` instruction waits until all lanes that it names have come, a barrier until
 the whole block has.  When nobody can run and somebody waits, that is a fault.
 """
+
 import os
 from contextlib import contextmanager
 
 import numpy as np
 
-from . import ops_convert, ops_float, ops_integer, ops_memory, ops_mma, ops_warp  # noqa: F401 (they register instructions)
+from . import (
+    ops_convert,
+    ops_float,
+    ops_integer,
+    ops_memory,
+    ops_mma,
+    ops_warp,
+)  # noqa: F401 (they register instructions)
 from .barriers import barrier_control
 from .binding import BUILDERS, Binder
 from .counters import Counters
@@ -71,9 +79,9 @@ class Module:
         for v in self.parsed.variables.values():
             if v.space in ("global", "const") and v.size:
                 data, state = machine.memory.span(self.addresses[v.name], v.size)
-                image = bytearray(v.data or bytes(v.size))       # module variables without initialiser are zero
+                image = bytearray(v.data or bytes(v.size))  # module variables without initialiser are zero
                 for at, name, addend in v.fixups:
-                    image[at:at + 8] = (self.addresses[name] + addend).to_bytes(8, "little")
+                    image[at : at + 8] = (self.addresses[name] + addend).to_bytes(8, "little")
                 data[:] = np.frombuffer(bytes(image), np.uint8)
                 state[:] = 3
 
@@ -98,14 +106,31 @@ class Machine:
     max_steps  instruction steps after which a chunk of blocks counts as hanging
     """
 
-    def __init__(self, memory=None, check=True, warp_races=True, count=False, cp_async="late", order="forward", max_lanes=8192,
-                 max_steps=50_000_000):
+    def __init__(
+        self,
+        memory=None,
+        check=True,
+        warp_races=True,
+        count=False,
+        cp_async="late",
+        order="forward",
+        max_lanes=8192,
+        max_steps=50_000_000,
+    ):
         if cp_async not in ("late", "early"):
             raise ValueError("cp_async: 'late' or 'early' expected, got %r" % (cp_async,))
-        self.memory = memory if memory is not None else GlobalMemory(int(os.environ.get("PTX_MACHINE_MEMORY", 1 << 30)))
-        self.check, self.count, self.cp_async, self.order, self.warp_races = check, count, cp_async, order, warp_races
+        self.memory = (
+            memory if memory is not None else GlobalMemory(int(os.environ.get("PTX_MACHINE_MEMORY", 1 << 30)))
+        )
+        self.check, self.count, self.cp_async, self.order, self.warp_races = (
+            check,
+            count,
+            cp_async,
+            order,
+            warp_races,
+        )
         self.max_lanes, self.max_steps = max_lanes, max_steps
-        self.counters, self.history = None, []                   # of the last launch; of all launches with count=True
+        self.counters, self.history = None, []  # of the last launch; of all launches with count=True
         self.launches = 0
         self._runs = {}
 
@@ -136,11 +161,16 @@ class Machine:
         limit = min(1024, program.function.max_threads or 1024)
         required = program.function.required_threads
         if threads > limit or min(block) < 1 or block[2] > 64 or (required and required != block):
-            raise LaunchError("kernel %s: block %s has %d threads, at most %d allowed" % (name, block, threads, limit))
-        if min(grid) < 1 or grid[0] > 2 ** 31 - 1 or max(grid[1:]) > 65535:
+            raise LaunchError(
+                "kernel %s: block %s has %d threads, at most %d allowed" % (name, block, threads, limit)
+            )
+        if min(grid) < 1 or grid[0] > 2**31 - 1 or max(grid[1:]) > 65535:
             raise LaunchError("kernel %s: grid %s is not valid" % (name, grid))
         if len(params) != program.function.param_bytes:
-            raise LaunchError("kernel %s: %d parameter bytes given, %d needed" % (name, len(params), program.function.param_bytes))
+            raise LaunchError(
+                "kernel %s: %d parameter bytes given, %d needed"
+                % (name, len(params), program.function.param_bytes)
+            )
         blocks = grid[0] * grid[1] * grid[2]
         order = np.arange(blocks)
         if self.order == "reverse":
@@ -156,7 +186,7 @@ class Machine:
         self.launches += 1
         with np.errstate(all="ignore"):
             for start in range(0, blocks, per_chunk):
-                chunk = order[start:start + per_chunk]
+                chunk = order[start : start + per_chunk]
                 run = self._run(module, program, len(chunk), threads, shared)
                 run.begin(chunk, grid, block, params, owners, self.counters)
                 run.execute()
@@ -164,7 +194,17 @@ class Machine:
 
     def _run(self, module, program, blocks, threads, shared):
         """Return a bound Run, reused for launches of the same size."""
-        key = (id(module), program.name, blocks, threads, shared, self.check, self.count, self.cp_async, self.warp_races)
+        key = (
+            id(module),
+            program.name,
+            blocks,
+            threads,
+            shared,
+            self.check,
+            self.count,
+            self.cp_async,
+            self.warp_races,
+        )
         if key not in self._runs:
             while len(self._runs) > 15:
                 del self._runs[next(iter(self._runs))]
@@ -188,8 +228,8 @@ class Run:
         self.lanes_per_block = self.warps * 32
         self.total = blocks * self.lanes_per_block
         self.all_lanes = np.arange(self.total)
-        self.lane_block = self.all_lanes // self.lanes_per_block         # slot of the block in this chunk
-        self.lane_warp = self.all_lanes // 32                            # warp number over the chunk
+        self.lane_block = self.all_lanes // self.lanes_per_block  # slot of the block in this chunk
+        self.lane_warp = self.all_lanes // 32  # warp number over the chunk
         self.lane_id = (self.all_lanes % 32).astype(np.uint32)
         self.thread = self.all_lanes % self.lanes_per_block
         self.exists = self.thread < threads
@@ -197,22 +237,26 @@ class Run:
         size = program.dynamic_base + shared
         valid = np.zeros(size, bool)
         for start, length in program.shared_spans + [(program.dynamic_base, shared)]:
-            valid[start:start + length] = True
+            valid[start : start + length] = True
         self.shared = BlockMemory(blocks, size, None if valid.all() else valid)
         self.shared_base = self.lane_block * self.shared.stride
         valid = np.zeros(program.local_bytes, bool)
         for start, length in program.local_spans:
-            valid[start:start + length] = True
+            valid[start : start + length] = True
         self.local = BlockMemory(self.total if program.local_bytes else 1, program.local_bytes, valid)
         self.local_base = self.all_lanes * self.local.stride
         self.check = machine.check
-        self.shadow = SharedShadow(blocks, self.warps, self.shared, program.granule, machine.warp_races) if self.check and size else None
+        self.shadow = (
+            SharedShadow(blocks, self.warps, self.shared, program.granule, machine.warp_races)
+            if self.check and size
+            else None
+        )
         self.registers = allocate_registers(program, self.total)
         self.params = np.zeros(max(16, program.function.param_bytes + 16), np.uint8)
         self.block_xyz = [np.zeros(self.total, np.uint32) for _ in range(3)]
         self.thread_xyz = [np.zeros(self.total, np.uint32) for _ in range(3)]
         self.grid, self.block, self.chunk = (1, 1, 1), (threads, 1, 1), np.zeros(blocks, int)
-        self.grid_arrays = [np.zeros((), np.uint32) for _ in range(6)]   # %nctaid.xyz, %ntid.xyz
+        self.grid_arrays = [np.zeros((), np.uint32) for _ in range(6)]  # %nctaid.xyz, %ntid.xyz
         self.steps = self.serial = 0
         self.counters = None
         self._bind()
@@ -227,14 +271,19 @@ class Run:
             else:
                 builder = BUILDERS.get(ins.op)
                 if builder is None:
-                    raise PtxError("kernel %s, PTX line %d: unknown instruction %s" % (self.program.name, ins.line, ins.opcode))
+                    raise PtxError(
+                        "kernel %s, PTX line %d: unknown instruction %s"
+                        % (self.program.name, ins.line, ins.opcode)
+                    )
                 try:
                     operation = builder(binder, ins)
                 except PtxError:
                     raise
                 except Exception as error:
-                    raise PtxError("kernel %s, PTX line %d: %s cannot be read: %s: %s" % (
-                        self.program.name, ins.line, ins.opcode, type(error).__name__, error)) from error
+                    raise PtxError(
+                        "kernel %s, PTX line %d: %s cannot be read: %s: %s"
+                        % (self.program.name, ins.line, ins.opcode, type(error).__name__, error)
+                    ) from error
                 if ins.pred is not None:
                     operation = self._predicated(operation, *ins.pred)
                 self.ops.append(operation)
@@ -247,19 +296,30 @@ class Run:
             sub = g.narrowed(~predicate if negate else predicate)
             if sub.full or sub.mask.any():
                 operation(sub)
+
         return run
 
-    # --- faults ---------------------------------------------------------------------------------------------
+    # --- faults -----------------------------------------------------------------------------------
     def fault(self, kind, detail, ins, lane):
         """Return a Fault that names lane `lane` of this chunk."""
         lane = int(lane)
         thread = tuple(int(axis[lane]) for axis in self.thread_xyz)
         block = tuple(int(axis[lane]) for axis in self.block_xyz)
         text = self.program.module.text_lines[ins.line - 1]
-        return Fault(kind, detail, self.program.name, ins, text, self.program.source(ins), block,
-                     int(self.thread[lane]) // 32, lane % 32, thread)
+        return Fault(
+            kind,
+            detail,
+            self.program.name,
+            ins,
+            text,
+            self.program.source(ins),
+            block,
+            int(self.thread[lane]) // 32,
+            lane % 32,
+            thread,
+        )
 
-    # --- a chunk of blocks ------------------------------------------------------------------------------------
+    # --- a chunk of blocks ------------------------------------------------------------------------
     def begin(self, chunk, grid, block, params, owners, counters):
         self.chunk, self.grid, self.block, self.owners, self.counters = chunk, grid, block, owners, counters
         self.lane_chunk_block = chunk[self.lane_block]
@@ -272,16 +332,16 @@ class Run:
         self.thread_xyz[2][:] = self.thread // (block[0] * block[1])
         for array, value in zip(self.grid_arrays, (*grid, *block)):
             array[...] = value
-        self.params[:len(params)] = np.frombuffer(params, np.uint8)
+        self.params[: len(params)] = np.frombuffer(params, np.uint8)
         self.shared.reset()
         self.local.reset()
         if self.shadow is not None:
             self.shadow.reset()
-        self.copies = []                                     # cp.async under way
-        self.committed = np.zeros(self.total, np.int64)      # groups that each lane has committed
+        self.copies = []  # cp.async under way
+        self.committed = np.zeros(self.total, np.int64)  # groups that each lane has committed
         self.exited = ~self.exists
-        self.waiting = {}                                    # pc of a .sync instruction -> mask of lanes there
-        self.barriers = {}                                   # barrier number -> Barrier
+        self.waiting = {}  # pc of a .sync instruction -> mask of lanes there
+        self.barriers = {}  # barrier number -> Barrier
         self.steps, self.ready_pc, self.serial = 0, -1, self.serial + 1
 
     def execute(self):
@@ -299,7 +359,7 @@ class Run:
         """Run `g` from `pc` as long as it stays whole and nobody else is before it."""
         end_of, slices, ops = self.program.block_end, self._slices, self.ops
         while True:
-            self.serial += 1                                 # fragments decoded before are void
+            self.serial += 1  # fragments decoded before are void
             end = int(end_of[pc])
             control = self.controls.get(end - 1)
             stop = end - 1 if control else end
@@ -333,13 +393,20 @@ class Run:
                 raise
             except Exception as error:
                 ins = self.program.code[at]
-                raise RuntimeError("kernel %s, PTX line %d, %s: %s: %s" % (
-                    self.program.name, ins.line, ins.opcode, type(error).__name__, error)) from error
+                raise RuntimeError(
+                    "kernel %s, PTX line %d, %s: %s: %s"
+                    % (self.program.name, ins.line, ins.opcode, type(error).__name__, error)
+                ) from error
             if self.counters is not None:
                 self.counters.executed(pc, end, g)
             self.steps += end - pc
             if self.steps > self.machine.max_steps:
-                raise self.fault("no end", "%d instructions and no end in sight" % self.steps, self.program.code[at if at < len(ops) else -1], g.lanes[0])
+                raise self.fault(
+                    "no end",
+                    "%d instructions and no end in sight" % self.steps,
+                    self.program.code[at if at < len(ops) else -1],
+                    g.lanes[0],
+                )
             if control is None:
                 pc = end
                 if self.groups:
@@ -360,7 +427,7 @@ class Run:
         else:
             self.groups[pc] = mask
 
-    # --- instructions for whole warps ---------------------------------------------------------------------------
+    # --- instructions for whole warps -------------------------------------------------------------
     def whole(self, g, ins):
         """Called by `.sync.aligned` instructions: every warp must be there with all its lanes."""
         if g.full or self.ready_pc == ins.pc:
@@ -369,7 +436,12 @@ class Run:
         if ins.pc in self.waiting or (lanes.any(1) != lanes.all(1)).any():
             if ins.pred is not None:
                 lane = np.flatnonzero(g.mask)[0]
-                raise self.fault("missing lanes", "%s under a predicate that not all lanes of the warp share" % ins.op, ins, lane)
+                raise self.fault(
+                    "missing lanes",
+                    "%s under a predicate that not all lanes of the warp share" % ins.op,
+                    ins,
+                    lane,
+                )
             raise Incomplete
 
     def members(self, g, ins, mask):
@@ -382,21 +454,32 @@ class Run:
         here = active[self.lane_warp]
         outside = g.mask & (((bits >> self.lane_id) & np.uint32(1)) == 0)
         if outside.any():
-            raise self.fault("missing lanes", "the lane is not in its own member mask 0x%08x" % bits[np.flatnonzero(outside)[0]],
-                             ins, np.flatnonzero(outside)[0])
+            raise self.fault(
+                "missing lanes",
+                "the lane is not in its own member mask 0x%08x" % bits[np.flatnonzero(outside)[0]],
+                ins,
+                np.flatnonzero(outside)[0],
+            )
         lacking = g.mask & ((bits & ~here) != 0)
         if ins.pc in self.waiting or lacking.any():
             if ins.pred is not None and lacking.any():
                 lane = np.flatnonzero(lacking)[0]
-                raise self.fault("missing lanes", "%s: lanes 0x%08x of mask 0x%08x do not take part"
-                                 % (ins.op, int(bits[lane] & ~here[lane]), int(bits[lane])), ins, lane)
+                raise self.fault(
+                    "missing lanes",
+                    "%s: lanes 0x%08x of mask 0x%08x do not take part"
+                    % (ins.op, int(bits[lane] & ~here[lane]), int(bits[lane])),
+                    ins,
+                    lane,
+                )
             raise Incomplete
 
     def _gather(self, pc, g):
         """Merge `g` with the lanes that wait at `pc`; return the group of complete warps, or None."""
         ins = self.program.code[pc]
         mask = g.mask | self.waiting.pop(pc, False)
-        active = np.packbits(mask.reshape(-1, 32), axis=1, bitorder="little").view(np.uint32).ravel()[self.lane_warp]
+        active = (
+            np.packbits(mask.reshape(-1, 32), axis=1, bitorder="little").view(np.uint32).ravel()[self.lane_warp]
+        )
         ready = mask & ((self.member_mask(ins) & ~active) == 0)
         # A lane goes on only with all lanes of its mask: a warp half of which lacks lanes waits as a whole.
         rest = mask & ~ready
@@ -431,10 +514,15 @@ class Run:
                 of_block = slice(block * self.lanes_per_block, (block + 1) * self.lanes_per_block)
                 arrived = int(barrier.mask[of_block].sum() + barrier.arrived[of_block].sum())
                 exited = int((self.exited & self.exists)[of_block].sum())
-                return self.fault("barrier", "barrier %d: %d of %d threads reached it, %d have exited"
-                                  % (number, arrived, barrier.expected, exited), code[int(barrier.resume[lane]) - 1], lane)
+                return self.fault(
+                    "barrier",
+                    "barrier %d: %d of %d threads reached it, %d have exited"
+                    % (number, arrived, barrier.expected, exited),
+                    code[int(barrier.resume[lane]) - 1],
+                    lane,
+                )
 
-    # --- control flow -----------------------------------------------------------------------------------------
+    # --- control flow -----------------------------------------------------------------------------
     def _control(self, binder, ins):
         """Return f(group) -> [(pc, mask)] for a block's last instruction."""
         predicate = self.registers[ins.pred[0]] if ins.pred else None
@@ -454,6 +542,7 @@ class Run:
                 if not rest.any():
                     return [(target, g.mask)]
                 return [(target, taken), (pc + 1, rest)]
+
             return branch
         if op == "brx":
             index, targets = binder.source(ins.args[0], "u32"), ins.target
@@ -461,15 +550,19 @@ class Run:
             def switch(g):
                 values = np.broadcast_to(index, (self.total,))
                 if (values[g.mask] >= len(targets)).any():
-                    raise self.fault("branch", "brx.idx index out of its table of %d" % len(targets), ins, g.lanes[0])
+                    raise self.fault(
+                        "branch", "brx.idx index out of its table of %d" % len(targets), ins, g.lanes[0]
+                    )
                 out = []
                 for i, target in enumerate(targets):
                     mask = g.mask & (values == i)
                     if mask.any():
                         out.append((target, mask))
                 return out
+
             return switch
         if op in ("ret", "exit"):
+
             def leave(g):
                 mask = g.mask
                 if predicate is not None:
@@ -477,8 +570,10 @@ class Run:
                 self.exited = self.exited | mask
                 rest = g.mask & ~mask
                 return [(pc + 1, rest)] if rest.any() else []
+
             return leave
         if op == "trap":
+
             def trap(g):
                 mask = g.mask
                 if predicate is not None:
@@ -486,10 +581,20 @@ class Run:
                 if mask.any():
                     raise self.fault("trap", "the kernel stopped itself", ins, np.flatnonzero(mask)[0])
                 return [(pc + 1, g.mask)]
+
             return trap
         return barrier_control(self, binder, ins, predicate, negate)
 
 
 MEMBER_OPERAND = {"shfl": -1, "vote": -1, "match": -1, "redux": -1, "elect": -1, "bar": 0, "barrier": 0}
 
-__all__ = ["Machine", "Module", "Fault", "LaunchError", "PtxError", "GLOBAL_BASE", "SHARED_WINDOW", "LOCAL_WINDOW"]
+__all__ = [
+    "Machine",
+    "Module",
+    "Fault",
+    "LaunchError",
+    "PtxError",
+    "GLOBAL_BASE",
+    "SHARED_WINDOW",
+    "LOCAL_WINDOW",
+]

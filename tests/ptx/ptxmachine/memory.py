@@ -4,17 +4,18 @@ An address is a 64-bit number.  Global memory starts at GLOBAL_BASE; shared and 
 space as windows.  Every byte of global memory has a state: bit 0 allocated, bit 1 written.  Fresh memory is
 filled with 0xff, which is NaN in every float format, so that what reads it cannot look right.
 """
+
 import bisect
 
 import numpy as np
 
-GLOBAL_BASE = 0xA00000000000                      # beyond what a host pointer can be
+GLOBAL_BASE = 0xA00000000000  # beyond what a host pointer can be
 SHARED_WINDOW = 0x010000000000
 LOCAL_WINDOW = 0x020000000000
 PARAM_WINDOW = 0x030000000000
 WINDOW_BYTES = 1 << 32
 ALLOCATED, WRITTEN = 1, 2
-ALIGN = 512                                       # as CuPy's pool
+ALIGN = 512  # as CuPy's pool
 UNITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
@@ -28,7 +29,7 @@ class OutOfMemory(MemoryError):
 
 def rows(array, nbytes, unit):
     """View a flat uint8 array as accesses of `nbytes` made of `unit`-byte words: (n,) or (n, nbytes/unit)."""
-    whole = array[:array.size // nbytes * nbytes].view(UNITS[unit])
+    whole = array[: array.size // nbytes * nbytes].view(UNITS[unit])
     return whole if nbytes == unit else whole.reshape(-1, nbytes // unit)
 
 
@@ -37,16 +38,16 @@ class GlobalMemory:
 
     def __init__(self, capacity=1 << 30):
         self.capacity = capacity
-        self.data = np.zeros(capacity, np.uint8)              # pages appear when they are touched
+        self.data = np.zeros(capacity, np.uint8)  # pages appear when they are touched
         self.state = np.zeros(capacity, np.uint8)
         self.owner = np.zeros(capacity // 2, np.uint32)
         self.owner_bytes = self.owner.view(np.uint8)
-        self.stamp = 0                                        # owners above it belong to the running launch
-        self.sizes = {}                                       # offset -> bytes asked for
-        self.starts = []                                      # sorted offsets
+        self.stamp = 0  # owners above it belong to the running launch
+        self.sizes = {}  # offset -> bytes asked for
+        self.starts = []  # sorted offsets
         self.next = ALIGN * 16
         self.allocated = 0
-        self.allocations = 0                                  # how often alloc was called
+        self.allocations = 0  # how often alloc was called
         self._views = {}
 
     def view(self, array, nbytes, unit):
@@ -62,7 +63,7 @@ class GlobalMemory:
     def _find(self, size):
         guard = self._guard(size)
         need = guard + -(-size // ALIGN) * ALIGN + guard
-        if self.next + need <= self.capacity:                 # freed addresses stay unused as long as possible
+        if self.next + need <= self.capacity:  # freed addresses stay unused as long as possible
             offset = self.next + guard
             self.next += need - guard // 2
             return -(-offset // ALIGN) * ALIGN
@@ -81,9 +82,9 @@ class GlobalMemory:
         offset = self._find(max(size, 1))
         if offset is None or self.allocated + size > self.capacity:
             raise OutOfMemory(size, self.capacity - self.allocated)
-        self.data[offset:offset + size] = 0xFF
-        self.state[offset:offset + size] = ALLOCATED
-        self.owner[offset // 2:(offset + size + 1) // 2] = 0
+        self.data[offset : offset + size] = 0xFF
+        self.state[offset : offset + size] = ALLOCATED
+        self.owner[offset // 2 : (offset + size + 1) // 2] = 0
         self.sizes[offset] = size
         bisect.insort(self.starts, offset)
         self.allocated += size
@@ -97,16 +98,20 @@ class GlobalMemory:
             raise ValueError("free: 0x%x is not the start of an allocation" % address)
         size = self.sizes.pop(offset)
         del self.starts[bisect.bisect_left(self.starts, offset)]
-        self.state[offset:offset + size] = 0
-        self.data[offset:offset + size] = 0xFF
+        self.state[offset : offset + size] = 0
+        self.data[offset : offset + size] = 0xFF
         self.allocated -= size
 
     def span(self, address, size):
         """Return the bytes [address, address + size) as (data, state) views; refuse what is not allocated."""
         offset = address - GLOBAL_BASE
-        if size and (offset < 0 or offset + size > self.capacity or not (self.state[offset:offset + size] & ALLOCATED).all()):
+        if size and (
+            offset < 0
+            or offset + size > self.capacity
+            or not (self.state[offset : offset + size] & ALLOCATED).all()
+        ):
             raise ValueError("0x%x, %d bytes: %s" % (address, size, self.describe(address)))
-        return self.data[offset:offset + size], self.state[offset:offset + size]
+        return self.data[offset : offset + size], self.state[offset : offset + size]
 
     def describe(self, address):
         """Say where `address` lies relative to the nearest allocation."""
@@ -117,13 +122,27 @@ class GlobalMemory:
             start = self.starts[at]
             size = self.sizes[start]
             if offset < start + size:
-                return "byte %d of the allocation of %d bytes at 0x%x" % (offset - start, size, GLOBAL_BASE + start)
-            texts.append((offset - start - size, "%d bytes past the end of the allocation of %d bytes at 0x%x"
-                          % (offset - start - size, size, GLOBAL_BASE + start)))
+                return "byte %d of the allocation of %d bytes at 0x%x" % (
+                    offset - start,
+                    size,
+                    GLOBAL_BASE + start,
+                )
+            texts.append(
+                (
+                    offset - start - size,
+                    "%d bytes past the end of the allocation of %d bytes at 0x%x"
+                    % (offset - start - size, size, GLOBAL_BASE + start),
+                )
+            )
         if at + 1 < len(self.starts):
             start = self.starts[at + 1]
-            texts.append((start - offset, "%d bytes before the allocation of %d bytes at 0x%x"
-                          % (start - offset, self.sizes[start], GLOBAL_BASE + start)))
+            texts.append(
+                (
+                    start - offset,
+                    "%d bytes before the allocation of %d bytes at 0x%x"
+                    % (start - offset, self.sizes[start], GLOBAL_BASE + start),
+                )
+            )
         return min(texts)[1] if texts else "no allocation is near"
 
     def begin_launch(self, blocks):
@@ -132,7 +151,7 @@ class GlobalMemory:
             self.owner[:] = 0
             self.stamp = 0
         first = self.stamp + 1
-        self.stamp += blocks + 1                              # the last one stands for atomics
+        self.stamp += blocks + 1  # the last one stands for atomics
         return first
 
 

@@ -4,6 +4,7 @@ A `Toolkit` is one NVRTC library and its headers.  `default_toolkit()` finds the
 this interpreter; `fetched_toolkit()` installs another version into a cache folder, for tests that ask
 whether the code of several toolkits is understood.
 """
+
 import ctypes
 import glob
 import hashlib
@@ -51,7 +52,7 @@ class Toolkit:
         self._check(getattr(self._lib, size_of)(program, ctypes.byref(size)))
         buffer = ctypes.create_string_buffer(size.value)
         self._check(getattr(self._lib, get)(program, buffer))
-        return buffer.raw[:size.value].rstrip(b"\0").decode(errors="replace")
+        return buffer.raw[: size.value].rstrip(b"\0").decode(errors="replace")
 
     def compile(self, source, arch, options=(), name="kernel.cu", name_expressions=()):
         """Return (ptx, lowered names, log) of CUDA C `source` for `arch` (80, "80", "sm_80" or "compute_80").
@@ -61,7 +62,9 @@ class Toolkit:
         arch = "compute_" + re.sub(r"^(sm|compute)_", "", str(arch))
         options = ["--gpu-architecture=" + arch, *options, *("-I" + path for path in self.includes)]
         program = ctypes.c_void_p()
-        self._check(self._lib.nvrtcCreateProgram(ctypes.byref(program), source.encode(), name.encode(), 0, None, None))
+        self._check(
+            self._lib.nvrtcCreateProgram(ctypes.byref(program), source.encode(), name.encode(), 0, None, None)
+        )
         try:
             for expression in name_expressions:
                 self._check(self._lib.nvrtcAddNameExpression(program, expression.encode()))
@@ -108,7 +111,9 @@ def default_toolkit():
                 return _default
         for root in [os.environ.get("CUDA_PATH", ""), os.environ.get("CUDA_HOME", ""), "/usr/local/cuda"]:
             for library in sorted(glob.glob(os.path.join(root, "lib64", "libnvrtc.so"))) if root else ():
-                _default = Toolkit(library, [os.path.join(root, "include"), os.path.join(root, "include", "cccl")])
+                _default = Toolkit(
+                    library, [os.path.join(root, "include"), os.path.join(root, "include", "cccl")]
+                )
                 return _default
         raise CompileError("nvrtc: no libnvrtc found; pip install -r tests/ptx/requirements.txt")
     return _default
@@ -131,12 +136,22 @@ def fetched_toolkit(requirements):
         os.makedirs(cache_folder(), exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache_folder()) as scratch:
             folder = os.path.join(scratch, "target")
-            command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--disable-pip-version-check",
-                       "--target", folder, *requirements]
+            command = [
+                sys.executable,
+                "-m",
+                "pip",
+                "install",
+                "--quiet",
+                "--no-deps",
+                "--disable-pip-version-check",
+                "--target",
+                folder,
+                *requirements,
+            ]
             if subprocess.run(command, capture_output=True).returncode:
                 return None
             try:
                 os.rename(folder, target)
-            except OSError:                      # another process was faster
+            except OSError:  # another process was faster
                 pass
     return _in_folder(target)

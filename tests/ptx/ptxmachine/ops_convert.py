@@ -1,4 +1,5 @@
 """cvt, cvta and isspacep."""
+
 import numpy as np
 
 from . import floats as F
@@ -14,7 +15,25 @@ TO_INTEGER = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
 @instruction("cvt")
 def cvt(b, ins):
     dst, src = ins.mods[-2], ins.mods[-1]
-    only(ins, "rn", "rz", "rm", "rp", "rna", "rni", "rzi", "rmi", "rpi", "ftz", "sat", "satfinite", "relu", "pack", dst, src)
+    only(
+        ins,
+        "rn",
+        "rz",
+        "rm",
+        "rp",
+        "rna",
+        "rni",
+        "rzi",
+        "rmi",
+        "rpi",
+        "ftz",
+        "sat",
+        "satfinite",
+        "relu",
+        "pack",
+        dst,
+        src,
+    )
     if dst in ("f16x2", "bf16x2"):
         return _pack(b, ins, dst, src)
     if dst == "tf32":
@@ -47,7 +66,11 @@ def _finish(b, ins, dst, ftz):
 
     def store(g, x):
         if dst == "f32":
-            out = x if x.dtype == np.float32 else (x if rnd == "rn" else F.narrow(x, "f32", rnd)).astype(np.float32)
+            out = (
+                x
+                if x.dtype == np.float32
+                else (x if rnd == "rn" else F.narrow(x, "f32", rnd)).astype(np.float32)
+            )
             if ftz:
                 out = F.flush32(out)
         elif dst == "f64":
@@ -65,6 +88,7 @@ def _finish(b, ins, dst, ftz):
         if nan.any():
             out = np.where(nan, (F.NAN32.view(np.float32) if dst == "f32" else F.NAN64.view(np.float64)), out)
         put(target, out, g.where)
+
     return store
 
 
@@ -81,6 +105,7 @@ def _floats(b, ins, dst, src):
         if whole:
             v = np.copysign(TO_INTEGER[whole](v), v)
         store(g, v)
+
     return run
 
 
@@ -108,6 +133,7 @@ def _integer_to_float(b, ins, dst, src):
             ints = [int(value) for value in v]
             out = np.array([F.round_fraction(F.Fraction(value), rnd) if value else 0.0 for value in ints])
         store(g, out)
+
     return run
 
 
@@ -134,6 +160,7 @@ def _float_to_integer(b, ins, dst, src):
         out = np.where(low, kind(info.min), np.where(high, kind(info.max), out))
         out = np.where(nan, kind(nan_value), out)
         put(target, out, g.where)
+
     return run
 
 
@@ -147,7 +174,7 @@ def _integers(b, ins, dst, src):
         low, high = max(info.min, own.min), min(info.max, own.max)
         return lambda g: put(target, np.clip(x, TYPES[src](low), TYPES[src](high)).astype(dtype), g.where)
     if np.dtype(dtype).itemsize == target.itemsize:
-        return lambda g: put(target, x, g.where)               # NumPy's unsafe cast truncates and extends by src's sign
+        return lambda g: put(target, x, g.where)  # NumPy's unsafe cast truncates and extends by src's sign
     return lambda g: put(target, x.astype(dtype), g.where)
 
 
@@ -164,6 +191,7 @@ def _pack(b, ins, dst, src):
         if relu:
             x, y = (np.where(np.isnan(v), v, np.maximum(v, np.float32(0))) for v in (x, y))
         put(target, (convert(x, rnd).astype(np.uint32) << sixteen) | convert(y, rnd), g.where)
+
     return run
 
 
@@ -177,6 +205,7 @@ def _tf32(b, ins):
         if "relu" in ins.mods:
             bits = np.where((bits.view(np.float32) > 0) | np.isnan(bits.view(np.float32)), bits, np.uint32(0))
         put(target, bits, g.where)
+
     return run
 
 
@@ -184,7 +213,11 @@ def _tf32(b, ins):
 def cvta(b, ins):
     """cvta.space: to generic; cvta.to.space: from generic."""
     only(ins, "to", "global", "shared", "local", "const", "param", "cta", "u64", "u32")
-    space = next(m.split("::")[0] for m in ins.mods if m.split("::")[0] in ("global", "shared", "local", "const", "param"))
+    space = next(
+        m.split("::")[0]
+        for m in ins.mods
+        if m.split("::")[0] in ("global", "shared", "local", "const", "param")
+    )
     window = np.uint64(PARAM_WINDOW if space == "param" else WINDOWS[space])
     kind = ins.mods[-1]
     if kind != "u64":

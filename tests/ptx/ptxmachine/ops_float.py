@@ -1,4 +1,5 @@
 """Floating-point instructions: f32, f64, f16, bf16 and their packed pairs."""
+
 import numpy as np
 
 from . import floats as F
@@ -11,10 +12,12 @@ HALF = {"f16": (F.f16_to_32, F.to_f16), "bf16": (F.bf16_to_32, F.to_bf16)}
 
 def floating(*names):
     """Register the float builder behind an opcode that integers share."""
+
     def register(builder):
         for name in names:
             FLOAT_BUILDERS[name] = builder
         return builder
+
     return register
 
 
@@ -39,6 +42,7 @@ def build(b, ins, single, double=None, half=None, args=None):
             out = np.atleast_1d(double(values, rnd))
             nan = np.isnan(out)
             put(target, np.where(nan, F.NAN64.view(np.float64), out) if nan.any() else out, g.where)
+
         return run64
     if kind in ("f16", "bf16", "f16x2", "bf16x2") and half is not None:
         return _half(b, ins, half, operands, ftz, sat, relu, rnd)
@@ -49,7 +53,9 @@ def _single(b, ins, single, operands, ftz, sat, relu, rnd, pair):
     if pair:
         raw = [b.source(a, "b64") for a in operands]
         whole = b.target(ins.args[0], "b64")
-        values = [v.view(np.float32) if v.ndim else np.tile(np.atleast_1d(v).view(np.float32), b.total) for v in raw]
+        values = [
+            v.view(np.float32) if v.ndim else np.tile(np.atleast_1d(v).view(np.float32), b.total) for v in raw
+        ]
     else:
         values = [b.source(a, "f32") for a in operands]
         target = b.target(ins.args[0], "f32")
@@ -70,6 +76,7 @@ def _single(b, ins, single, operands, ftz, sat, relu, rnd, pair):
             put(whole, np.ascontiguousarray(out).view(np.uint64), g.where)
         else:
             put(target, out, g.where)
+
     return run
 
 
@@ -83,7 +90,9 @@ def half_sources(b, operands, kind):
     """Return arrays of f16/bf16 bits: (lanes,) or, for pairs, (2·lanes,)."""
     if kind.endswith("x2"):
         raw = [b.source(a, "b32") for a in operands]
-        return [v.view(np.uint16) if v.ndim else np.tile(np.atleast_1d(v).view(np.uint16), b.total) for v in raw]
+        return [
+            v.view(np.uint16) if v.ndim else np.tile(np.atleast_1d(v).view(np.uint16), b.total) for v in raw
+        ]
     return [v if v.ndim else np.full(b.total, v) for v in (b.source(a, kind) for a in operands)]
 
 
@@ -104,6 +113,7 @@ def _half(b, ins, half, operands, ftz, sat, relu, rnd):
             x = F.saturate(x) if sat else np.where(np.isnan(x), x, np.maximum(x, np.float32(0)))
             out = HALF[fmt][1](x + np.float32(0))
         put(target, np.ascontiguousarray(out).view(target.dtype), g.where)
+
     return run
 
 
@@ -112,7 +122,7 @@ def _round_half(function):
     return lambda values, fmt, rnd: HALF[fmt][1](function(*values), rnd)
 
 
-# --- arithmetic -------------------------------------------------------------------------------------------------
+# --- arithmetic -----------------------------------------------------------------------------------
 UFUNC = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide}
 
 
@@ -126,6 +136,7 @@ def add_sub_mul(b, ins):
 
     def double(values, rnd):
         return ufunc(*values) if rnd == "rn" else F.directed64(op, *values, rnd)
+
     return build(b, ins, single, double, _round_half(ufunc))
 
 
@@ -137,6 +148,7 @@ def fma(b, ins):
     def half(values, fmt, rnd):
         exact = F.fma_odd(*(v.astype(np.float64) for v in values))
         return HALF[fmt][1](exact, rnd)
+
     return build(b, ins, lambda v, rnd: F.fma32(*_same(v), rnd), lambda v, rnd: F.fma64(*v, rnd), half)
 
 
@@ -159,11 +171,16 @@ def div(b, ins):
         if rnd != "rn":
             return F.directed32("div", x, y, rnd)
         out = x / y
-        if "approx" in ins.mods:                              # the divisor's reciprocal underflows: 0, or NaN for inf
-            big = (np.abs(y) > np.float32(2.0 ** 126)) & np.isfinite(y)
+        if "approx" in ins.mods:  # the divisor's reciprocal underflows: 0, or NaN for inf
+            big = (np.abs(y) > np.float32(2.0**126)) & np.isfinite(y)
             if big.any():
-                out = np.where(big, np.where(np.isinf(x) | np.isnan(x), np.float32(np.nan), np.copysign(np.float32(0), out)), out)
+                out = np.where(
+                    big,
+                    np.where(np.isinf(x) | np.isnan(x), np.float32(np.nan), np.copysign(np.float32(0), out)),
+                    out,
+                )
         return out
+
     return build(b, ins, single, lambda v, rnd: v[0] / v[1] if rnd == "rn" else F.directed64("div", *v, rnd))
 
 
@@ -180,6 +197,7 @@ def abs_neg(b, ins):
             v = _flush_half(values[0], fmt) if "ftz" in ins.mods else values[0]
             out = v & np.uint16(0x7FFF) if ins.op == "abs" else v ^ np.uint16(0x8000)
             put(target, np.ascontiguousarray(out).view(target.dtype), g.where)
+
         return run
     function = np.absolute if ins.op == "abs" else np.negative
     x, target = b.source(ins.args[1], kind), b.target(ins.args[0], kind)
@@ -194,7 +212,7 @@ def min_max(b, ins):
     nan, xor = "NaN" in ins.mods, "xorsign" in ins.mods
 
     def function(values, rnd=None):
-        if xor:                                               # the sign is the product of signs, the value of |.|
+        if xor:  # the sign is the product of signs, the value of |.|
             sign = np.signbit(values[0]) ^ np.signbit(values[1])
             for v in values[2:]:
                 sign = sign ^ np.signbit(v)
@@ -203,10 +221,11 @@ def min_max(b, ins):
         for v in values[2:]:
             out = F.min_max32(out, v, ins.op == "max", nan)
         return np.where(sign, -out, out) if xor else out
+
     return build(b, ins, function, function, lambda v, fmt, rnd: HALF[fmt][1](function(v)))
 
 
-# --- approximations: correctly rounded here, the manual allows a few ulp ----------------------------------------------
+# --- approximations: correctly rounded here, the manual allows a few ulp --------------------------
 def _wide(function):
     """float32 in, float64 inside, float32 out: one rounding of an almost exact value."""
     return lambda values, rnd=None: function(values[0].astype(np.float64)).astype(np.float32)
@@ -218,12 +237,14 @@ def _upper(x):
 
 def _upper_half(function):
     """rcp/rsqrt.approx.ftz.f64: only the upper 32 bits of operand and result count, subnormals are 0."""
+
     def run(values, rnd=None):
         x = _upper(np.atleast_1d(values[0]).copy())
-        x = np.where(np.abs(x) < 2.0 ** -1022, np.copysign(0.0, x), x)
+        x = np.where(np.abs(x) < 2.0**-1022, np.copysign(0.0, x), x)
         out = function(x)
         out = np.where(np.isnan(out), out, _upper(np.ascontiguousarray(out)))
-        return np.where(np.abs(out) < 2.0 ** -1022, np.copysign(0.0, out), out)
+        return np.where(np.abs(out) < 2.0**-1022, np.copysign(0.0, out), out)
+
     return run
 
 
@@ -239,7 +260,11 @@ def roots(b, ins):
 
     def single(values, rnd):
         if rnd != "rn":
-            return F.directed32("div", one, values[0], rnd) if ins.op == "rcp" else F.sqrt_directed(np.atleast_1d(values[0]), rnd, 24)
+            return (
+                F.directed32("div", one, values[0], rnd)
+                if ins.op == "rcp"
+                else F.sqrt_directed(np.atleast_1d(values[0]), rnd, 24)
+            )
         if ins.op == "rsqrt":
             return _wide(function)(values)
         return function(values[0]).astype(np.float32) if ins.op == "sqrt" else one / values[0]
@@ -248,8 +273,13 @@ def roots(b, ins):
         if "ftz" in ins.mods:
             return _upper_half(function)(values)
         if rnd != "rn":
-            return F.directed64("div", np.ones(()), values[0], rnd) if ins.op == "rcp" else F.sqrt_directed(np.atleast_1d(values[0]), rnd, 53)
+            return (
+                F.directed64("div", np.ones(()), values[0], rnd)
+                if ins.op == "rcp"
+                else F.sqrt_directed(np.atleast_1d(values[0]), rnd, 53)
+            )
         return function(values[0])
+
     return build(b, ins, single, double)
 
 
@@ -260,6 +290,7 @@ def transcendental(b, ins):
 
     def half(values, fmt, rnd):
         return HALF[fmt][1](function(values[0].astype(np.float64)))
+
     return build(b, ins, _wide(function), None, half if ins.op in ("ex2", "tanh") else None)
 
 
@@ -278,16 +309,28 @@ def testp(b, ins):
     only(ins, "f32", "f64", "finite", "infinite", "number", "notanumber", "normal", "subnormal")
     x, target = b.source(ins.args[1], kind), b.target(ins.args[0], "pred")
     tiny = 2.0 ** (-126 if kind == "f32" else -1022)
-    function = {"finite": np.isfinite, "infinite": np.isinf, "number": lambda v: ~np.isnan(v), "notanumber": np.isnan,
-                "normal": lambda v: np.isfinite(v) & (np.abs(v) >= tiny), "subnormal": lambda v: (np.abs(v) < tiny) & (v != 0)}[test]
+    function = {
+        "finite": np.isfinite,
+        "infinite": np.isinf,
+        "number": lambda v: ~np.isnan(v),
+        "notanumber": np.isnan,
+        "normal": lambda v: np.isfinite(v) & (np.abs(v) >= tiny),
+        "subnormal": lambda v: (np.abs(v) < tiny) & (v != 0),
+    }[test]
     return lambda g: put(target, function(x), g.where)
 
 
-# --- comparison ---------------------------------------------------------------------------------------------------
+# --- comparison -----------------------------------------------------------------------------------
 def _compare(name):
     """Return f(x, y): ordered comparisons are false for NaN, the ones with u true."""
-    ordered = {"eq": np.equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
-               "ne": lambda x, y: (x < y) | (x > y)}
+    ordered = {
+        "eq": np.equal,
+        "lt": np.less,
+        "le": np.less_equal,
+        "gt": np.greater,
+        "ge": np.greater_equal,
+        "ne": lambda x, y: (x < y) | (x > y),
+    }
     if name in ordered:
         return ordered[name]
     if name == "num":
@@ -308,7 +351,9 @@ def compare_floats(b, ins, a, c, kind):
     if kind in HALF:
         x, y = half_sources(b, (a, c), kind)
         flush = (lambda v: _flush_half(v, kind)) if "ftz" in ins.mods else lambda v: v
-        return lambda: function(HALF[kind][0](np.ascontiguousarray(flush(x))), HALF[kind][0](np.ascontiguousarray(flush(y))))
+        return lambda: function(
+            HALF[kind][0](np.ascontiguousarray(flush(x))), HALF[kind][0](np.ascontiguousarray(flush(y)))
+        )
     x, y = b.source(a, kind), b.source(c, kind)
     if "ftz" in ins.mods:
         return lambda: function(F.flush32(x), F.flush32(y))
@@ -322,7 +367,9 @@ def _compare_pairs(b, ins):
         raise unknown(ins)
     x, y = half_sources(b, ins.args[1:3], kind)
     flush = (lambda v: _flush_half(v, fmt)) if "ftz" in ins.mods else lambda v: v
-    return lambda: function(HALF[fmt][0](np.ascontiguousarray(flush(x))), HALF[fmt][0](np.ascontiguousarray(flush(y))))
+    return lambda: function(
+        HALF[fmt][0](np.ascontiguousarray(flush(x))), HALF[fmt][0](np.ascontiguousarray(flush(y)))
+    )
 
 
 @floating("setp_x2")
@@ -337,6 +384,7 @@ def setp_pairs(b, ins):
         both = test()
         put(p, both[0::2], g.where)
         put(q, both[1::2], g.where)
+
     return run
 
 

@@ -1,4 +1,5 @@
 """Integer, logic, shift, select, predicate and move instructions."""
+
 import numpy as np
 
 from .binding import instruction, only, put, unknown
@@ -27,20 +28,22 @@ def _compute(b, ins, function, kind, result=None, kinds=None):
     return lambda g: put(target, function(*values), g.where)
 
 
-# --- 64-bit helpers ---------------------------------------------------------------------------------------------
+# --- 64-bit helpers -------------------------------------------------------------------------------
 def mul_high(a, c):
     """High half of the product of two integer arrays of one type."""
     dtype = np.result_type(a, c)
     if dtype.itemsize < 8:
         wide = np.int64 if dtype.kind == "i" else np.uint64
-        return ((np.asarray(a).astype(wide) * np.asarray(c).astype(wide)) >> wide(8 * dtype.itemsize)).astype(dtype)
+        return ((np.asarray(a).astype(wide) * np.asarray(c).astype(wide)) >> wide(8 * dtype.itemsize)).astype(
+            dtype
+        )
     x, y = np.asarray(a).view(np.uint64), np.asarray(c).view(np.uint64)
     half, low = np.uint64(32), np.uint64(0xFFFFFFFF)
     xl, xh, yl, yh = x & low, x >> half, y & low, y >> half
     mid = xh * yl + ((xl * yl) >> half)
     mid2 = xl * yh + (mid & low)
     high = xh * yh + (mid >> half) + (mid2 >> half)
-    if dtype.kind == "i":                                     # signed: subtract the other where one is negative
+    if dtype.kind == "i":  # signed: subtract the other where one is negative
         zero = np.uint64(0)
         high = high - np.where(np.asarray(a) < 0, y, zero) - np.where(np.asarray(c) < 0, x, zero)
     return high.view(dtype)
@@ -76,7 +79,7 @@ def _magnitude(a, unsigned):
     return np.where(a < 0, -a.view(unsigned), a.view(unsigned))
 
 
-# --- add, sub, mul, mad ------------------------------------------------------------------------------------------
+# --- add, sub, mul, mad ---------------------------------------------------------------------------
 @instruction("add", "sub")
 def add_sub(b, ins):
     kind = ins.mods[-1]
@@ -87,7 +90,12 @@ def add_sub(b, ins):
     if "cc" in ins.mods:
         return _carry(b, ins, kind, False)
     if "sat" in ins.mods:
-        return _compute(b, ins, lambda x, y: np.clip(ufunc(x.astype(np.int64), y.astype(np.int64)), -2 ** 31, 2 ** 31 - 1), kind)
+        return _compute(
+            b,
+            ins,
+            lambda x, y: np.clip(ufunc(x.astype(np.int64), y.astype(np.int64)), -(2**31), 2**31 - 1),
+            kind,
+        )
     if kind.endswith("x2"):
         return _pairs(b, ins, ufunc, kind)
     return _ufunc(b, ins, ufunc, kind)
@@ -101,7 +109,11 @@ def addc_subc(b, ins):
 
 def _carry(b, ins, kind, take):
     """add.cc, addc, sub.cc, subc: sums with the carry (borrow) flag."""
-    x, y, d = b.source(ins.args[1], "b" + kind[1:]), b.source(ins.args[2], "b" + kind[1:]), b.target(ins.args[0], "b" + kind[1:])
+    x, y, d = (
+        b.source(ins.args[1], "b" + kind[1:]),
+        b.source(ins.args[2], "b" + kind[1:]),
+        b.target(ins.args[0], "b" + kind[1:]),
+    )
     subtract, give = ins.op.startswith("sub"), "cc" in ins.mods
     flag = b.carry
 
@@ -120,6 +132,7 @@ def _carry(b, ins, kind, take):
         put(d, out, g.where)
         if give:
             put(flag, over, g.where)
+
     return run
 
 
@@ -131,6 +144,7 @@ def _pairs(b, ins, function, kind):
     def run(g):
         parts = [np.ascontiguousarray(np.broadcast_to(v, (b.total,))).view(lane_kind) for v in values]
         put(target, function(*parts).astype(lane_kind).view(np.uint32), g.where)
+
     return run
 
 
@@ -164,6 +178,7 @@ def mul_mad(b, ins):
             out = p + z.view(unsigned)
             put(flag, out < p, g.where)
             put(target, out.view(dtype), g.where)
+
         return with_carry
     return lambda g: put(target, product() + z, g.where)
 
@@ -184,6 +199,7 @@ def madc(b, ins):
         put(target, out2.view(TYPES[kind]), g.where)
         if "cc" in ins.mods:
             put(flag, over, g.where)
+
     return run
 
 
@@ -201,6 +217,7 @@ def mul24(b, ins):
             x, y = (v.astype(wide) & 0xFFFFFF for v in (x, y))
         p = (x * y) >> (16 if "hi" in ins.mods else 0)
         return p if z is None else p + z
+
     return _compute(b, ins, run, kind)
 
 
@@ -229,6 +246,7 @@ def dot_product(b, ins):
         for i in range(count):
             total = total + field(x, width, i, kinds[0] == "s32") * field(y, 8, base + i, kinds[1] == "s32")
         put(target, total, g.where)
+
     return run
 
 
@@ -265,7 +283,7 @@ def min_max(b, ins):
     return _ufunc(b, ins, ufunc, kind)
 
 
-# --- logic and shifts --------------------------------------------------------------------------------------------
+# --- logic and shifts -----------------------------------------------------------------------------
 @instruction("and", "or", "xor")
 def logic(b, ins):
     kind = ins.mods[-1]
@@ -314,6 +332,7 @@ def shift(b, ins):
         else:
             out = x >> count if kind[0] == "s" else np.where(over, dtype(0), x >> count)
         put(target, out, g.where)
+
     return run
 
 
@@ -329,6 +348,7 @@ def funnel_shift(b, ins):
         if left:
             return (both << count.astype(np.uint64)) >> np.uint64(32)
         return both >> count.astype(np.uint64)
+
     return _compute(b, ins, run, "b32")
 
 
@@ -348,6 +368,7 @@ def lop3(b, ins):
         for i in terms:
             out = out | (x if i & 4 else ~x) & (y if i & 2 else ~y) & (z if i & 1 else ~z)
         put(target, out, g.where)
+
     return run
 
 
@@ -384,6 +405,7 @@ def bits(b, ins):
             n = length(v)
             out = np.where(n == 0, 0xFFFFFFFF, width - n if "shiftamt" in ins.mods else n - 1)
         put(target, out, g.where)
+
     return run
 
 
@@ -402,27 +424,43 @@ def bit_field(b, ins):
             n = (length & np.uint32(0xFF)).astype(np.int64)
             raw = x.view(TYPES["b%d" % width]).astype(np.uint64)
             inside = np.where(p < width, raw >> np.minimum(p, 63).astype(np.uint64), np.uint64(0))
-            mask = np.where(n >= 64, ~np.uint64(0), (np.uint64(1) << np.minimum(n, 63).astype(np.uint64)) - np.uint64(1))
+            mask = np.where(
+                n >= 64, ~np.uint64(0), (np.uint64(1) << np.minimum(n, 63).astype(np.uint64)) - np.uint64(1)
+            )
             out = inside & mask
             if kind[0] == "s":
                 top = np.minimum(p + n - 1, width - 1)
-                sign = np.where(n == 0, np.uint64(0), (raw >> np.maximum(top, 0).astype(np.uint64)) & np.uint64(1))
-                avail = np.clip(width - p, 0, n)                  # bits that were really there
-                fill = ~np.where(avail >= 64, ~np.uint64(0), (np.uint64(1) << np.minimum(avail, 63).astype(np.uint64)) - np.uint64(1))
+                sign = np.where(
+                    n == 0, np.uint64(0), (raw >> np.maximum(top, 0).astype(np.uint64)) & np.uint64(1)
+                )
+                avail = np.clip(width - p, 0, n)  # bits that were really there
+                fill = ~np.where(
+                    avail >= 64,
+                    ~np.uint64(0),
+                    (np.uint64(1) << np.minimum(avail, 63).astype(np.uint64)) - np.uint64(1),
+                )
                 out = np.where(sign == 1, out | fill, out)
             put(target, out, g.where)
+
         return extract
     unsigned = "b%d" % width
     x, y = b.source(ins.args[1], unsigned), b.source(ins.args[2], unsigned)
-    pos, length, target = b.source(ins.args[3], "u32"), b.source(ins.args[4], "u32"), b.target(ins.args[0], unsigned)
+    pos, length, target = (
+        b.source(ins.args[3], "u32"),
+        b.source(ins.args[4], "u32"),
+        b.target(ins.args[0], unsigned),
+    )
 
     def insert(g):
         p = (pos & np.uint32(0xFF)).astype(np.int64)
         n = (length & np.uint32(0xFF)).astype(np.int64)
-        mask = np.where(n >= 64, ~np.uint64(0), (np.uint64(1) << np.minimum(n, 63).astype(np.uint64)) - np.uint64(1))
+        mask = np.where(
+            n >= 64, ~np.uint64(0), (np.uint64(1) << np.minimum(n, 63).astype(np.uint64)) - np.uint64(1)
+        )
         shift_by = np.minimum(p, 63).astype(np.uint64)
         mask = np.where(p >= width, np.uint64(0), mask << shift_by)
         put(target, (y & ~mask) | ((x.astype(np.uint64) << shift_by) & mask), g.where)
+
     return insert
 
 
@@ -431,9 +469,14 @@ def prmt(b, ins):
     """Pick four bytes out of {a, b}; a selector's bit 3 replicates the byte's sign.  Modes f4e … rc16 too."""
     only(ins, "b32", "f4e", "b4e", "rc8", "ecl", "ecr", "rc16")
     mode = ins.mods[1] if len(ins.mods) > 1 else None
-    tables = {"f4e": lambda s: [s, s + 1, s + 2, s + 3], "b4e": lambda s: [s, (s + 7) % 8, (s + 6) % 8, (s + 5) % 8],
-              "rc8": lambda s: [s] * 4, "ecl": lambda s: [max(s, i) for i in range(4)],
-              "ecr": lambda s: [min(s, i) for i in range(4)], "rc16": lambda s: [0, 1, 0, 1] if s % 2 == 0 else [2, 3, 2, 3]}
+    tables = {
+        "f4e": lambda s: [s, s + 1, s + 2, s + 3],
+        "b4e": lambda s: [s, (s + 7) % 8, (s + 6) % 8, (s + 5) % 8],
+        "rc8": lambda s: [s] * 4,
+        "ecl": lambda s: [max(s, i) for i in range(4)],
+        "ecr": lambda s: [min(s, i) for i in range(4)],
+        "rc16": lambda s: [0, 1, 0, 1] if s % 2 == 0 else [2, 3, 2, 3],
+    }
 
     def run(x, y, selector):
         both = (y.astype(np.uint64) << np.uint64(32)) | x
@@ -447,15 +490,30 @@ def prmt(b, ins):
             else:
                 code = ((selector >> np.uint32(4 * i)) & np.uint32(15)).astype(np.uint64)
             byte = (both >> ((code & np.uint64(7)) * np.uint64(8))) & np.uint64(0xFF)
-            byte = np.where((code & np.uint64(8)) != 0, np.where(byte & np.uint64(0x80), np.uint64(0xFF), np.uint64(0)), byte)
+            byte = np.where(
+                (code & np.uint64(8)) != 0,
+                np.where(byte & np.uint64(0x80), np.uint64(0xFF), np.uint64(0)),
+                byte,
+            )
             out = out | (byte << np.uint64(8 * i))
         return out
+
     return _compute(b, ins, run, "b32")
 
 
-# --- comparison and selection --------------------------------------------------------------------------------------
-COMPARE = {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
-           "lo": np.less, "ls": np.less_equal, "hi": np.greater, "hs": np.greater_equal}
+# --- comparison and selection ---------------------------------------------------------------------
+COMPARE = {
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "lo": np.less,
+    "ls": np.less_equal,
+    "hi": np.greater,
+    "hs": np.greater_equal,
+}
 BOOLEAN = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}
 
 
@@ -500,6 +558,7 @@ def setp(b, ins):
         put(p, result, g.where)
         if q is not None:
             put(q, inverse, g.where)
+
     return run
 
 
@@ -514,7 +573,9 @@ def set_(b, ins):
     test = _comparison(b, ins, ins.args[1], ins.args[2])
     other = b.predicate(ins.args[3]) if combine else None
     target = b.target(ins.args[0], dkind)
-    true = {"f32": np.float32(1), "f16": np.uint16(0x3C00), "bf16": np.uint16(0x3F80)}.get(dkind, ~TYPES[dkind](0) if dkind in INTEGERS else None)
+    true = {"f32": np.float32(1), "f16": np.uint16(0x3C00), "bf16": np.uint16(0x3F80)}.get(
+        dkind, ~TYPES[dkind](0) if dkind in INTEGERS else None
+    )
     if true is None:
         raise unknown(ins)
 
@@ -523,6 +584,7 @@ def set_(b, ins):
         if combine:
             result = BOOLEAN[combine](result, other())
         put(target, np.where(result, true, target.dtype.type(0)), g.where)
+
     return run
 
 
@@ -543,7 +605,7 @@ def slct(b, ins):
     x, y, c = b.source(ins.args[1], kind), b.source(ins.args[2], kind), b.source(ins.args[3], sign)
     target = b.target(ins.args[0], kind)
     # A subnormal c < 0 is -0 under .ftz, which is >= 0.
-    limit = np.float32(-2.0 ** -126) if "ftz" in ins.mods else None
+    limit = np.float32(-(2.0**-126)) if "ftz" in ins.mods else None
     return lambda g: put(target, np.where(c > limit if limit is not None else c >= 0, x, y), g.where)
 
 
@@ -554,7 +616,7 @@ def mov(b, ins):
     target, source = ins.args
     if kind == "b128":
         raise unknown(ins)
-    if target[0] == "v" and source[0] != "v":                 # unpack
+    if target[0] == "v" and source[0] != "v":  # unpack
         parts = target[1]
         width = int(kind[1:]) // len(parts)
         whole = b.source(source, "b" + kind[1:])
@@ -562,11 +624,12 @@ def mov(b, ins):
         dtype = TYPES["b%d" % width]
 
         def unpack(g):
-            value = np.array(whole)                           # a copy: a part may share its array
+            value = np.array(whole)  # a copy: a part may share its array
             for i, part in enumerate(targets):
                 put(part, (value >> value.dtype.type(width * i)).astype(dtype), g.where)
+
         return unpack
-    if source[0] == "v" and target[0] != "v":                 # pack
+    if source[0] == "v" and target[0] != "v":  # pack
         parts = source[1]
         width = int(kind[1:]) // len(parts)
         values = [b.source(part, "b%d" % width) for part in parts]
@@ -578,6 +641,7 @@ def mov(b, ins):
             for i, value in enumerate(values[1:], 1):
                 out = out | (value.astype(dtype) << dtype(width * i))
             put(whole, out, g.where)
+
         return pack
     if target[0] == "v":
         raise PtxError("PTX line %d: mov between vectors is not supported" % ins.line)

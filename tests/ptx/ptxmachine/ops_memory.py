@@ -1,4 +1,5 @@
 """ld, st, cp.async, atom, red and the instructions that only order or hint."""
+
 import numpy as np
 
 from . import floats as F
@@ -9,10 +10,41 @@ from .parser import SIZES, PtxError
 from .program import TYPES
 
 SPACES = ("global", "shared", "local", "const", "param")
-HINTS = {"weak", "volatile", "relaxed", "acquire", "release", "mmio", "cta", "cluster", "gpu", "sys", "unified",
-         "ca", "cg", "cs", "lu", "cv", "nc", "wb", "wt", "acq_rel", "L1::evict_normal", "L1::evict_unchanged", "L1::evict_first",
-         "L1::evict_last", "L1::no_allocate", "L2::cache_hint", "L2::64B", "L2::128B", "L2::256B", "L2::evict_first",
-         "L2::evict_last", "L2::evict_normal", "noftz"}
+HINTS = {
+    "weak",
+    "volatile",
+    "relaxed",
+    "acquire",
+    "release",
+    "mmio",
+    "cta",
+    "cluster",
+    "gpu",
+    "sys",
+    "unified",
+    "ca",
+    "cg",
+    "cs",
+    "lu",
+    "cv",
+    "nc",
+    "wb",
+    "wt",
+    "acq_rel",
+    "L1::evict_normal",
+    "L1::evict_unchanged",
+    "L1::evict_first",
+    "L1::evict_last",
+    "L1::no_allocate",
+    "L2::cache_hint",
+    "L2::64B",
+    "L2::128B",
+    "L2::256B",
+    "L2::evict_first",
+    "L2::evict_last",
+    "L2::evict_normal",
+    "noftz",
+}
 
 
 def access_of(b):
@@ -78,15 +110,16 @@ def load(b, ins):
         raise PtxError("PTX line %d: %d registers for %s" % (ins.line, len(parts), ins.opcode))
     targets = [b.wide_target(part, signed) for part in parts]
     dtype = np.dtype("%s%d" % ("i" if signed else "u", size))
-    if space == "param" and ins.args[1][1][0] == "s":            # the same for all lanes
+    if space == "param" and ins.args[1][1][0] == "s":  # the same for all lanes
         start = b.address_of(ins.args[1][1][1])[1] + ins.args[1][2]
         if start + nbytes > run.program.function.param_bytes:
             raise PtxError("PTX line %d: parameter read beyond its end" % ins.line)
 
         def load_param(g):
-            values = run.params[start:start + nbytes].view(dtype)
+            values = run.params[start : start + nbytes].view(dtype)
             for target, value in zip(targets, values):
                 put(target, value, g.where)
+
         return load_param
 
     def run_load(g):
@@ -98,6 +131,7 @@ def load(b, ins):
         else:
             for i, target in enumerate(targets):
                 _give(target, values[:, i], g)
+
     return run_load
 
 
@@ -130,10 +164,11 @@ def store(b, ins):
             for i, value in enumerate(values):
                 data[:, i] = g.pick(value)
         access.store(space, lanes, address(g), data, nbytes, size, ins)
+
     return run_store
 
 
-# --- cp.async -----------------------------------------------------------------------------------------------------
+# --- cp.async -------------------------------------------------------------------------------------
 @instruction("cp")
 def cp(b, ins):
     mods = ins.mods
@@ -147,7 +182,17 @@ def cp(b, ins):
     if mods[0] != "async" or "bulk" in mods or "mbarrier" in mods or "global" not in mods:
         raise unknown(ins)
     for mod in mods[1:]:
-        if mod not in ("ca", "cg", "shared", "shared::cta", "global", "L2::64B", "L2::128B", "L2::256B", "L2::cache_hint"):
+        if mod not in (
+            "ca",
+            "cg",
+            "shared",
+            "shared::cta",
+            "global",
+            "L2::64B",
+            "L2::128B",
+            "L2::256B",
+            "L2::cache_hint",
+        ):
             raise PtxError("PTX line %d: unknown modifier .%s in instruction %s" % (ins.line, mod, ins.opcode))
     size = ins.args[2][1]
     if size not in (4, 8, 16) or ("cg" in mods and size != 16):
@@ -158,7 +203,7 @@ def cp(b, ins):
     kind = b.registers[extra[1]].dtype if extra and extra[0] == "r" else None
     hint = "L2::cache_hint" in mods
     if extra and hint and len(ins.args) == 4 and (kind is None or kind.itemsize == 8):
-        extra = None                                              # a cache policy, not a size
+        extra = None  # a cache policy, not a size
     ignore = b.predicate(extra) if kind == np.bool_ else None
     length = b.source(extra, "u32") if extra is not None and ignore is None else None
     run, access = b.run, access_of(b)
@@ -179,22 +224,32 @@ def cp(b, ins):
             data[...] = access.load_global(lanes, address, size, unit, ins)
         else:
             if (count > size).any():
-                raise run.fault("out of bounds", "cp.async of %d of %d bytes" % (count.max(), size), ins, lanes[int(count.argmax())])
+                raise run.fault(
+                    "out of bounds",
+                    "cp.async of %d of %d bytes" % (count.max(), size),
+                    ins,
+                    lanes[int(count.argmax())],
+                )
             whole = np.flatnonzero(count == size)
             if len(whole):
                 data[whole] = access.load_global(lanes[whole], address[whole], size, unit, ins)
             for at in np.flatnonzero((count > 0) & (count < size)):
-                row = data.reshape(len(lanes), -1)[at:at + 1].view(np.uint8).ravel()
-                for i in range(int(count[at])):                   # zero-fill behind `count` bytes
-                    row[i] = access.load_global(lanes[at:at + 1], address[at:at + 1] + np.uint64(i), 1, 1, ins)[0]
+                row = data.reshape(len(lanes), -1)[at : at + 1].view(np.uint8).ravel()
+                for i in range(int(count[at])):  # zero-fill behind `count` bytes
+                    row[i] = access.load_global(
+                        lanes[at : at + 1], address[at : at + 1] + np.uint64(i), 1, 1, ins
+                    )[0]
                 data.reshape(len(lanes), -1)[at] = row.view(UNITS[unit])
         if run.shadow is not None:
-            access._report(run.shadow.on_write(run.lane_warp[lanes], index, size, lanes % 32, flight=True), ins, lanes)
+            access._report(
+                run.shadow.on_write(run.lane_warp[lanes], index, size, lanes % 32, flight=True), ins, lanes
+            )
         if run.counters is not None:
             run.counters.shared_access(ins, run.lane_warp[lanes], lanes, target, size)
         if run.machine.cp_async == "early":
             run.shared.view(size, unit)[index] = data
         run.copies.append((lanes, run.committed[lanes], index, data, size, unit))
+
     return copy
 
 
@@ -226,7 +281,7 @@ def _wait(run, g, keep, ins):
     run.copies = left
 
 
-# --- atomics --------------------------------------------------------------------------------------------------------
+# --- atomics --------------------------------------------------------------------------------------
 def _float_add(kind, space, old, value):
     """The add of atom and red: to nearest; global f32 flushes subnormals, shared keeps them."""
     if kind == "f32":
@@ -265,18 +320,31 @@ def atomic(b, ins):
     address, space = addresses(b, args[0], space_of(ins))
     if kind in ("f32", "f64", "f16", "bf16", "f16x2", "bf16x2"):
         if op == "add":
-            combine = lambda old, v, space=space: _float_add(kind, "shared" if space == "shared" else "global", old, v)
+            combine = lambda old, v, space=space: _float_add(
+                kind, "shared" if space == "shared" else "global", old, v
+            )
         elif op in ("min", "max") and kind.replace("x2", "") in ("f16", "bf16"):
             combine = lambda old, v: _half_min_max(kind, op, old, v)
         else:
             raise unknown(ins)
     else:
         dtype = TYPES[kind]
-        table = {"add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
-                 "exch": lambda o, v: v, "inc": lambda o, v: np.where(o >= v, dtype(0), o + dtype(1)),
-                 "dec": lambda o, v: np.where((o == 0) | (o > v), v, o - dtype(1)), "cas": None}
+        table = {
+            "add": np.add,
+            "min": np.minimum,
+            "max": np.maximum,
+            "and": np.bitwise_and,
+            "or": np.bitwise_or,
+            "xor": np.bitwise_xor,
+            "exch": lambda o, v: v,
+            "inc": lambda o, v: np.where(o >= v, dtype(0), o + dtype(1)),
+            "dec": lambda o, v: np.where((o == 0) | (o > v), v, o - dtype(1)),
+            "cas": None,
+        }
         function, unsigned = table[op], UNITS[size]
-        combine = lambda old, v: np.asarray(function(old.view(dtype), v.view(dtype))).astype(dtype).view(unsigned)
+        combine = (
+            lambda old, v: np.asarray(function(old.view(dtype), v.view(dtype))).astype(dtype).view(unsigned)
+        )
     parts = [b.source(p, "b%d" % (8 * size)) for p in b.vector(args[1])]
     swap = b.source(args[2], "b%d" % (8 * size)) if op == "cas" else None
     targets = [b.target(p, "b%d" % (8 * size)) for p in b.vector(result)] if result is not None else []
@@ -296,17 +364,36 @@ def atomic(b, ins):
         old = access.atomic(space, lanes, address(g), nbytes, size, ins, function, bool(targets))
         for i, target in enumerate(targets):
             _give(target, old if count == 1 else old[:, i], g)
+
     return run
 
 
-# --- order and hints: nothing to do, every access here is in order -------------------------------------------------------
+# --- order and hints: nothing to do, every access here is in order --------------------------------
 @instruction("membar", "fence")
 def fence(b, ins):
-    only(ins, "cta", "gl", "gpu", "sys", "sc", "acq_rel", "cluster", "acquire", "release", "proxy", "alias", "async", "global", "shared::cta")
+    only(
+        ins,
+        "cta",
+        "gl",
+        "gpu",
+        "sys",
+        "sc",
+        "acq_rel",
+        "cluster",
+        "acquire",
+        "release",
+        "proxy",
+        "alias",
+        "async",
+        "global",
+        "shared::cta",
+    )
     return lambda g: None
 
 
-@instruction("prefetch", "prefetchu", "discard", "applypriority", "nanosleep", "pmevent", "griddepcontrol", "brkpt")
+@instruction(
+    "prefetch", "prefetchu", "discard", "applypriority", "nanosleep", "pmevent", "griddepcontrol", "brkpt"
+)
 def hint(b, ins):
     return lambda g: None
 
@@ -324,6 +411,7 @@ def call(b, ins):
 
     def stop(g):
         raise b.run.fault("assert", "device assertion failed", ins, g.lanes[0])
+
     if name == "__assertfail":
         return stop
     raise PtxError("PTX line %d: call of %s is not supported" % (ins.line, name))

@@ -5,6 +5,7 @@ manual with group = lane/4 and thread = lane%4.  Products are exact; the sum ove
 float64 and rounded once to float32 (the manual leaves order and inner precision open).  f64 products are a chain
 of fused multiply-adds over k.
 """
+
 from functools import lru_cache
 
 import numpy as np
@@ -45,7 +46,7 @@ def layout(matrix, shape, kind):
                     register(*((GROUP + 8 * half, 2 * THREAD + e + 8 * step) for e in (0, 1)))
             else:
                 register(*((2 * THREAD + e + 8 * step, GROUP) for e in (0, 1)))
-    else:                                                         # tf32 and f64: steps of four along k
+    else:  # tf32 and f64: steps of four along k
         for step in range(k // 4):
             if matrix == "a":
                 for half in range(m // 8):
@@ -56,8 +57,18 @@ def layout(matrix, shape, kind):
 
 
 # (m, n, k) -> types of a and b that we run
-SHAPES = {("m16n8k16", "f16"), ("m16n8k16", "bf16"), ("m16n8k8", "f16"), ("m16n8k8", "bf16"), ("m16n8k8", "tf32"), ("m16n8k4", "tf32"),
-          ("m8n8k4", "f64"), ("m16n8k4", "f64"), ("m16n8k8", "f64"), ("m16n8k16", "f64")}
+SHAPES = {
+    ("m16n8k16", "f16"),
+    ("m16n8k16", "bf16"),
+    ("m16n8k8", "f16"),
+    ("m16n8k8", "bf16"),
+    ("m16n8k8", "tf32"),
+    ("m16n8k4", "tf32"),
+    ("m8n8k4", "f64"),
+    ("m16n8k4", "f64"),
+    ("m16n8k8", "f64"),
+    ("m16n8k16", "f64"),
+}
 
 
 def _decode(bits, kind):
@@ -70,7 +81,7 @@ def _decode(bits, kind):
         return out
     if kind == "f16":
         return np.ascontiguousarray(bits).view(np.float16).reshape(bits.shape + (2,)).astype(np.float32)
-    if kind == "tf32":                                            # the low 13 bits are not looked at
+    if kind == "tf32":  # the low 13 bits are not looked at
         return (bits & np.uint32(0xFFFFE000)).view(np.float32)[..., None]
     return bits.view(np.float64)[..., None]
 
@@ -98,13 +109,13 @@ class Fragment:
         out = np.empty((count, self.rows, self.cols))
         for value, (row, col) in zip(self.values, self.corner):
             bits = value.reshape(-1, 32)
-            x = _decode(bits if warps is None else bits[warps], self.kind)           # (warps, 32, elements)
+            x = _decode(bits if warps is None else bits[warps], self.kind)  # (warps, 32, elements)
             elements = x.shape[-1]
-            x = x.reshape(count, 8, 4 * elements)                                  # [warp, group, thread·element]
+            x = x.reshape(count, 8, 4 * elements)  # [warp, group, thread·element]
             if self.matrix == "a":
-                out[:, row:row + 8, col:col + 4 * elements] = x
+                out[:, row : row + 8, col : col + 4 * elements] = x
             else:
-                out[:, row:row + 4 * elements, col:col + 8] = x.swapaxes(1, 2)
+                out[:, row : row + 4 * elements, col : col + 8] = x.swapaxes(1, 2)
         return out
 
 
@@ -119,7 +130,7 @@ def _reusable(program):
         leaders = set(program.leaders)
         for ins in program.code:
             if ins.pc in leaders:
-                alive, using = {}, {}                             # registers -> pc, register -> keys
+                alive, using = {}, {}  # registers -> pc, register -> keys
             if ins.op == "mma":
                 for operand in ins.args[1:3]:
                     names = _fragment_names(operand)
@@ -146,7 +157,11 @@ def mma(b, ins):
     name, (dkind, akind, bkind, ckind) = mods[2], mods[5:9]
     if (name, akind) not in SHAPES or akind != bkind or dkind != ckind:
         raise unknown(ins)
-    if (akind == "f64") != (dkind == "f64") or dkind not in ("f32", "f64", "f16") or (dkind == "f16" and akind != "f16"):
+    if (
+        (akind == "f64") != (dkind == "f64")
+        or dkind not in ("f32", "f64", "f16")
+        or (dkind == "f16" and akind != "f16")
+    ):
         raise unknown(ins)
     m, rest = name[1:].split("n")
     n, k = rest.split("k")
@@ -162,7 +177,7 @@ def mma(b, ins):
     groups = shape[0] // 8
     if len(targets) != len(start) or len(targets) != (groups if dkind == "f16" else 2 * groups):
         raise unknown(ins)
-    cache = b.run.__dict__.setdefault("fragments", {})            # (pc, operand) -> (serial, matrices)
+    cache = b.run.__dict__.setdefault("fragments", {})  # (pc, operand) -> (serial, matrices)
     reuse = _reusable(run.program)
 
     def matrices(part, warps):
@@ -196,7 +211,11 @@ def mma(b, ins):
         x, y, out = matrices(left, warps), matrices(right, warps), accumulators(warps)
         if dkind == "f64":
             for step in range(shape[2]):
-                out = F.fma64(np.broadcast_to(x[:, :, step, None], out.shape), np.broadcast_to(y[:, None, step], out.shape), out)
+                out = F.fma64(
+                    np.broadcast_to(x[:, :, step, None], out.shape),
+                    np.broadcast_to(y[:, None, step], out.shape),
+                    out,
+                )
         else:
             out += np.matmul(x, y)
         out = out.reshape(len(out), groups, 8, 4, 2)
@@ -214,4 +233,5 @@ def mma(b, ins):
                 target.reshape(-1, 32)[...] = value
             else:
                 target.reshape(-1, 32)[warps] = value
+
     return multiply

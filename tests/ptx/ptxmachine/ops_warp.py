@@ -1,4 +1,5 @@
 """Instructions of a whole warp: shuffles, votes, bar.warp, matrix loads and stores."""
+
 import numpy as np
 
 from .binding import instruction, only, put, unknown
@@ -24,6 +25,7 @@ def warp_barrier(b, ins):
         run.members(g, ins, mask)
         if run.shadow is not None:
             run.shadow.warp_barrier(g.active_warps())
+
     return wait
 
 
@@ -44,7 +46,9 @@ def shfl(b, ins):
 
     def pick():
         bval = (delta & np.uint32(31)).astype(np.int64)
-        cval, segment = (clamp & np.uint32(31)).astype(np.int64), ((clamp >> np.uint32(8)) & np.uint32(31)).astype(np.int64)
+        cval, segment = (clamp & np.uint32(31)).astype(np.int64), (
+            (clamp >> np.uint32(8)) & np.uint32(31)
+        ).astype(np.int64)
         top = (lane & segment) | (cval & ~segment & 31)
         if mode == "up":
             j = lane - bval
@@ -69,10 +73,13 @@ def shfl(b, ins):
             missing = g.mask & ~g.mask[source]
             if missing.any():
                 at = int(np.flatnonzero(missing)[0])
-                raise run.fault("missing lanes", "shfl reads lane %d, which does not take part" % (source[at] % 32), ins, at)
+                raise run.fault(
+                    "missing lanes", "shfl reads lane %d, which does not take part" % (source[at] % 32), ins, at
+                )
         put(target, np.broadcast_to(value, (total,))[source], g.where)
         if valid is not None:
             put(valid, inside, g.where)
+
     return shuffle
 
 
@@ -103,6 +110,7 @@ def vote(b, ins):
         else:
             out = (yes == members).all(1) | ~yes.any(1)
         put(target, np.repeat(out, 32), g.where)
+
     return count
 
 
@@ -125,6 +133,7 @@ def elect(b, ins):
         first = np.repeat(_member_lanes(b, g, mask).argmax(1), 32)
         put(target, first, g.where)
         put(leads, first == run.lane_id, g.where)
+
     return choose
 
 
@@ -141,7 +150,7 @@ def match(b, ins):
         run.members(g, ins, mask)
         members = _member_lanes(b, g, mask)
         rows = np.broadcast_to(value, (b.total,)).reshape(-1, 32)
-        equal = (rows[:, :, None] == rows[:, None, :]) & members[:, None, :]          # [warp, lane, other]
+        equal = (rows[:, :, None] == rows[:, None, :]) & members[:, None, :]  # [warp, lane, other]
         if "any" in ins.mods:
             put(target, _bits(equal.reshape(-1, 32)), g.where)
             return
@@ -149,6 +158,7 @@ def match(b, ins):
         put(target, np.where(alike, _bits(members)[:, None], np.uint32(0)).ravel(), g.where)
         if same is not None:
             put(same, alike.ravel(), g.where)
+
     return compare
 
 
@@ -157,19 +167,36 @@ def redux(b, ins):
     kind, run, op = ins.mods[-1], b.run, ins.mods[1]
     only(ins, "sync", "add", "min", "max", "and", "or", "xor", "u32", "s32", "b32")
     value, mask, target = b.source(ins.args[1], kind), b.source(ins.args[2], "b32"), b.target(ins.args[0], kind)
-    ufunc = {"add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}[op]
+    ufunc = {
+        "add": np.add,
+        "min": np.minimum,
+        "max": np.maximum,
+        "and": np.bitwise_and,
+        "or": np.bitwise_or,
+        "xor": np.bitwise_xor,
+    }[op]
     info = np.iinfo(value.dtype)
-    start = {"add": 0, "or": 0, "xor": 0, "min": info.max, "max": info.min, "and": -1 if info.min < 0 else info.max}[op]
+    start = {
+        "add": 0,
+        "or": 0,
+        "xor": 0,
+        "min": info.max,
+        "max": info.min,
+        "and": -1 if info.min < 0 else info.max,
+    }[op]
 
     def reduce(g):
         run.members(g, ins, mask)
         rows = np.broadcast_to(value, (b.total,)).reshape(-1, 32)
-        out = ufunc.reduce(np.where(_member_lanes(b, g, mask), rows, value.dtype.type(start)), axis=1, dtype=value.dtype)
+        out = ufunc.reduce(
+            np.where(_member_lanes(b, g, mask), rows, value.dtype.type(start)), axis=1, dtype=value.dtype
+        )
         put(target, np.repeat(out, 32), g.where)
+
     return reduce
 
 
-# --- matrices in shared memory ----------------------------------------------------------------------------------------
+# --- matrices in shared memory --------------------------------------------------------------------
 def _matrix_mods(b, ins):
     """Return (number of 8×8 matrices, transposed) of ldmatrix or stmatrix."""
     only(ins, "sync", "aligned", "m8n8", "x1", "x2", "x4", "trans", "shared", "shared::cta", "b16")
@@ -180,7 +207,7 @@ def _matrix_mods(b, ins):
 
 def _transpose(words):
     """Transpose 8×8 matrices of 16-bit elements: words (..., 8, 4) uint32."""
-    halves = words.view(np.uint16)                                # (..., 8, 8)
+    halves = words.view(np.uint16)  # (..., 8, 8)
     return np.ascontiguousarray(halves.swapaxes(-1, -2)).view(np.uint32)
 
 
@@ -212,6 +239,7 @@ def ldmatrix(b, ins):
                 target.reshape(-1, 32)[...] = words[:, i]
             else:
                 target.reshape(-1, 32)[g.active_warps()] = words[:, i]
+
     return load
 
 
@@ -236,10 +264,15 @@ def stmatrix(b, ins):
     def store(g):
         run.whole(g, ins)
         lanes, warps = _rows(run, g, count), g.active_warps()
-        words = np.stack([np.broadcast_to(v, (b.total,)).reshape(-1, 32)[warps] for v in values], 1).reshape(-1, count, 8, 4)
+        words = np.stack([np.broadcast_to(v, (b.total,)).reshape(-1, 32)[warps] for v in values], 1).reshape(
+            -1, count, 8, 4
+        )
         if trans:
             words = _transpose(words)
-        access.store_shared(lanes, _address_of_lanes(b, ins.args[0], lanes), words.reshape(-1, 4), 16, 4, ins, ANY_LANE)
+        access.store_shared(
+            lanes, _address_of_lanes(b, ins.args[0], lanes), words.reshape(-1, 4), 16, 4, ins, ANY_LANE
+        )
+
     return store
 
 
@@ -252,4 +285,5 @@ def movmatrix(b, ins):
     def move(g):
         run.whole(g, ins)
         put(target, _transpose(value.reshape(-1, 8, 4).copy()).ravel(), g.where)
+
     return move

@@ -11,14 +11,41 @@ Operands are small tuples:
     ("!", operand)         negated predicate    ("|", a, b)         pair a|b
     ("x", name)            special register     ("_",)              sink
 """
+
 import re
 import struct
 
-SIZES = {"pred": 1, "b8": 1, "u8": 1, "s8": 1, "b16": 2, "u16": 2, "s16": 2, "f16": 2, "bf16": 2,
-         "b32": 4, "u32": 4, "s32": 4, "f32": 4, "f16x2": 4, "bf16x2": 4, "b64": 8, "u64": 8, "s64": 8, "f64": 8,
-         "b128": 16, "e4m3": 1, "e5m2": 1, "e4m3x2": 2, "e5m2x2": 2, "tf32": 4, "f32x2": 8}
+SIZES = {
+    "pred": 1,
+    "b8": 1,
+    "u8": 1,
+    "s8": 1,
+    "b16": 2,
+    "u16": 2,
+    "s16": 2,
+    "f16": 2,
+    "bf16": 2,
+    "b32": 4,
+    "u32": 4,
+    "s32": 4,
+    "f32": 4,
+    "f16x2": 4,
+    "bf16x2": 4,
+    "b64": 8,
+    "u64": 8,
+    "s64": 8,
+    "f64": 8,
+    "b128": 16,
+    "e4m3": 1,
+    "e5m2": 1,
+    "e4m3x2": 2,
+    "e5m2x2": 2,
+    "tf32": 4,
+    "f32x2": 8,
+}
 
-_TOKEN = re.compile(r"""
+_TOKEN = re.compile(
+    r"""
     (?P<skip>[ \t\r]+|//[^\n]*|/\*.*?\*/)
   | (?P<nl>\n)
   | (?P<str>"[^"\n]*")
@@ -26,13 +53,43 @@ _TOKEN = re.compile(r"""
   | (?P<num>0[xX][0-9a-fA-F]+U?|0[bB][01]+U?|\d+U?)
   | (?P<id>[.%$_a-zA-Z](?:[\w$.]|::)*)
   | (?P<op>[{}()\[\];,:@!|<>=+\-])
-""", re.X | re.S)
+""",
+    re.X | re.S,
+)
 
-SPECIAL = {"%tid", "%ntid", "%ctaid", "%nctaid", "%laneid", "%warpid", "%nwarpid", "%smid", "%nsmid", "%gridid",
-           "%lanemask_eq", "%lanemask_le", "%lanemask_lt", "%lanemask_ge", "%lanemask_gt", "%clock", "%clock_hi",
-           "%clock64", "%globaltimer", "%globaltimer_lo", "%globaltimer_hi", "%dynamic_smem_size",
-           "%total_smem_size", "%aggr_smem_size", "%cluster_ctaid", "%cluster_nctaid", "%cluster_ctarank",
-           "%cluster_nctarank", "%clusterid", "%nclusterid", "%is_explicit_cluster"}
+SPECIAL = {
+    "%tid",
+    "%ntid",
+    "%ctaid",
+    "%nctaid",
+    "%laneid",
+    "%warpid",
+    "%nwarpid",
+    "%smid",
+    "%nsmid",
+    "%gridid",
+    "%lanemask_eq",
+    "%lanemask_le",
+    "%lanemask_lt",
+    "%lanemask_ge",
+    "%lanemask_gt",
+    "%clock",
+    "%clock_hi",
+    "%clock64",
+    "%globaltimer",
+    "%globaltimer_lo",
+    "%globaltimer_hi",
+    "%dynamic_smem_size",
+    "%total_smem_size",
+    "%aggr_smem_size",
+    "%cluster_ctaid",
+    "%cluster_nctaid",
+    "%cluster_ctarank",
+    "%cluster_nctarank",
+    "%clusterid",
+    "%nclusterid",
+    "%is_explicit_cluster",
+}
 
 
 class PtxError(Exception):
@@ -70,11 +127,11 @@ class Function:
 
     def __init__(self, name, is_entry):
         self.name, self.is_entry = name, is_entry
-        self.params, self.returns = [], []       # Variables; a kernel's carry .offset
+        self.params, self.returns = [], []  # Variables; a kernel's carry .offset
         self.instructions, self.labels = [], {}
-        self.registers = {}                      # name -> PTX type
-        self.variables = {}                      # .local and .shared and call .param variables, by unique name
-        self.tables = {}                         # .branchtargets
+        self.registers = {}  # name -> PTX type
+        self.variables = {}  # .local and .shared and call .param variables, by unique name
+        self.tables = {}  # .branchtargets
         self.max_threads, self.required_threads, self.param_bytes = None, None, 0
 
 
@@ -91,7 +148,13 @@ class Module:
 
 def parse(text):
     """Parse PTX `text` and return a Module whose kernels have all calls inlined."""
-    return _Parser(text).module()
+    from .inlining import inline_calls
+
+    module = _Parser(text).module()
+    for function in list(module.functions.values()):
+        if function.is_entry and function.instructions:
+            inline_calls(module, function)
+    return module
 
 
 class _Parser:
@@ -99,7 +162,7 @@ class _Parser:
         self.tokens, line, pos = [], 1, 0
         for match in _TOKEN.finditer(text):
             if match.start() != pos:
-                raise PtxError("PTX line %d: unexpected text %r" % (line, text[pos:pos + 20]))
+                raise PtxError("PTX line %d: unexpected text %r" % (line, text[pos : pos + 20]))
             pos, kind, value = match.end(), match.lastgroup, match.group()
             if kind == "nl":
                 line += 1
@@ -108,14 +171,14 @@ class _Parser:
             else:
                 self.tokens.append((kind, value, line))
         if pos != len(text):
-            raise PtxError("PTX line %d: unexpected text %r" % (line, text[pos:pos + 20]))
+            raise PtxError("PTX line %d: unexpected text %r" % (line, text[pos : pos + 20]))
         self.tokens.append(("end", "", line))
         self.at = 0
         self.out = Module()
         self.out.text_lines = text.split("\n")
         self.names = 0
 
-    # --- tokens ---------------------------------------------------------------------------------------
+    # --- tokens -----------------------------------------------------------------------------------
     def peek(self):
         return self.tokens[self.at][1]
 
@@ -146,7 +209,7 @@ class _Parser:
         except ValueError:
             raise PtxError("PTX line %d: integer expected, got %r" % (self.line(), text)) from None
 
-    # --- module level ---------------------------------------------------------------------------------
+    # --- module level -----------------------------------------------------------------------------
     def module(self):
         out = self.out
         while self.kind() != "end":
@@ -177,9 +240,6 @@ class _Parser:
                     pass
             else:
                 raise PtxError("PTX line %d: unknown directive %r" % (line, word))
-        for function in list(out.functions.values()):
-            if function.is_entry and function.instructions:
-                _inline_calls(out, function)
         return out
 
     def skip_section(self):
@@ -214,7 +274,7 @@ class _Parser:
             elif word in SIZES:
                 size, kind = SIZES[word], word
             elif word in ("ptr", "global", "const", "shared", "local", "attribute", "managed"):
-                continue                                        # hints about a pointer parameter
+                continue  # hints about a pointer parameter
             elif word in ("v2", "v4"):
                 size_factor = int(word[1])
                 size = SIZES[self.take()[1:]] * size_factor
@@ -267,7 +327,7 @@ class _Parser:
         item()
         return bytes(values), fixups
 
-    # --- functions ------------------------------------------------------------------------------------
+    # --- functions --------------------------------------------------------------------------------
     def function(self):
         is_entry = self.take() == ".entry"
         returns = self.parameters() if not is_entry and self.peek() == "(" else []
@@ -326,8 +386,16 @@ def _float_bits(text, width):
         return bits
     if text[:2] in ("0d", "0D"):
         bits = int(text[2:], 16)
-        return bits if width == 64 else struct.unpack("<I", struct.pack("<f", struct.unpack("<d", struct.pack("<Q", bits))[0]))[0]
-    return struct.unpack("<Q", struct.pack("<d", float(text)))[0] if width == 64 else struct.unpack("<I", struct.pack("<f", float(text)))[0]
+        return (
+            bits
+            if width == 64
+            else struct.unpack("<I", struct.pack("<f", struct.unpack("<d", struct.pack("<Q", bits))[0]))[0]
+        )
+    return (
+        struct.unpack("<Q", struct.pack("<d", float(text)))[0]
+        if width == 64
+        else struct.unpack("<I", struct.pack("<f", float(text)))[0]
+    )
 
 
 class _Scope:
@@ -391,7 +459,7 @@ class _Body:
             file, row = p.integer(), p.integer()
             p.integer()
             self.source = (file, row)
-            if p.accept(","):                            # function_name label, inlined_at file line column
+            if p.accept(","):  # function_name label, inlined_at file line column
                 p.take()
                 p.take()
                 if p.accept("+"):
@@ -541,7 +609,11 @@ class _Body:
             return ("i", p.integer())
         if kind == "flt":
             text = p.take()
-            return ("f", _float_bits(text, 32), 32) if text[:2].lower() == "0f" else ("f", _float_bits(text, 64), 64)
+            return (
+                ("f", _float_bits(text, 32), 32)
+                if text[:2].lower() == "0f"
+                else ("f", _float_bits(text, 64), 64)
+            )
         if word == "_":
             p.take()
             return ("_",)
@@ -570,88 +642,3 @@ class _Body:
             if ins.op == "bra":
                 ins.target = find(ins.args[0][1], ins.scope, ins.line)
             ins.scope = None
-
-
-# --- calls ----------------------------------------------------------------------------------------------
-def _inline_calls(module, kernel, depth=0):
-    """Replace every call in `kernel` by the callee's body; `ret` there becomes a branch behind it."""
-    serial = [0]
-
-    def expand(function, prefix, formals, stack):
-        """Return the callee's instructions with renamed registers, variables and targets (relative pcs)."""
-        if function.name in stack:
-            raise PtxError("kernel %s: recursive call of %s is not supported" % (kernel.name, function.name))
-
-        def rename(operand):
-            kind = operand[0]
-            if kind == "r":
-                return ("r", prefix + operand[1])
-            if kind == "s":
-                if operand[1] in formals:
-                    return ("s", formals[operand[1]], operand[2])
-                return ("s", prefix + operand[1], operand[2]) if operand[1] in function.variables else operand
-            if kind == "v":
-                return ("v", [rename(item) for item in operand[1]])
-            if kind == "m":
-                return ("m", rename(operand[1]), operand[2])
-            if kind == "!":
-                return ("!", rename(operand[1]))
-            if kind == "|":
-                return ("|", rename(operand[1]), rename(operand[2]))
-            return operand
-
-        if prefix:
-            for name, kind in function.registers.items():
-                kernel.registers[prefix + name] = kind
-            for name, variable in function.variables.items():
-                kernel.variables[prefix + name] = Variable(prefix + name, variable.space, variable.size, variable.align)
-            for name, table in function.tables.items():
-                kernel.tables[prefix + name] = table
-        out, start = [], []                       # start[i]: where the callee's pc i came to stand
-        fix = []
-        for ins in function.instructions:
-            start.append(len(out))
-            pred = (prefix + ins.pred[0], ins.pred[1]) if ins.pred else None
-            if ins.op == "call" and ins.args[1] not in ("vprintf", "__assertfail"):
-                if pred:
-                    raise PtxError("PTX line %d: predicated call is not supported" % ins.line)
-                callee = module.functions.get(ins.args[1])
-                if callee is None or not callee.instructions:
-                    raise PtxError("PTX line %d: call of unknown function %s" % (ins.line, ins.args[1]))
-                serial[0] += 1
-                actual = [rename(a)[1] for a in ins.args[0] + ins.args[2]]
-                names = [v.name for v in callee.returns + callee.params]
-                body = expand(callee, "call%d$" % serial[0], dict(zip(names, actual)), stack + [function.name])
-                base = len(out)
-                for item in body:
-                    if item.target is not None and item.op == "bra":
-                        item.target += base
-                    if isinstance(item.target, list):
-                        item.target = [t + base for t in item.target]
-                out.extend(body)
-                continue
-            args = ins.args if ins.op in ("bra", "call") else [rename(a) for a in ins.args]
-            if ins.op == "call":
-                args = [[rename(a) for a in ins.args[0]], ins.args[1], [rename(a) for a in ins.args[2]]]
-            if ins.op == "brx":
-                args = [args[0]]
-            copy = Instruction(ins.opcode, args, pred, ins.line, ins.source, None)
-            if ins.op == "bra":
-                copy.target = ins.target
-                fix.append(copy)
-            elif ins.op == "brx":
-                copy.target = list(function.tables[ins.args[1][1]])
-                fix.append(copy)
-            elif ins.op in ("ret", "exit") and prefix and ins.op == "ret":
-                copy = Instruction("bra", [("s", "<return>", 0)], pred, ins.line, ins.source, None)
-                copy.target = len(function.instructions)
-                fix.append(copy)
-            out.append(copy)
-        start.append(len(out))
-        for ins in fix:
-            ins.target = start[ins.target] if not isinstance(ins.target, list) else [start[t] for t in ins.target]
-        return out
-
-    kernel.instructions = expand(kernel, "", {}, [])
-    for pc, ins in enumerate(kernel.instructions):
-        ins.pc = pc

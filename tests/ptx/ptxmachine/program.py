@@ -3,21 +3,62 @@
 A register is one NumPy array over all lanes of the blocks that run together.  Registers that live inside one
 basic block share arrays from a pool, so that the working set stays in the cache.
 """
+
 import os
 
 import numpy as np
 
 from .parser import PtxError, SIZES
 
-TYPES = {"u8": np.uint8, "b8": np.uint8, "s8": np.int8, "u16": np.uint16, "b16": np.uint16, "s16": np.int16,
-         "u32": np.uint32, "b32": np.uint32, "s32": np.int32, "u64": np.uint64, "b64": np.uint64, "s64": np.int64,
-         "f32": np.float32, "f64": np.float64, "f16": np.uint16, "bf16": np.uint16, "f16x2": np.uint32,
-         "bf16x2": np.uint32, "tf32": np.uint32, "pred": np.bool_}
+TYPES = {
+    "u8": np.uint8,
+    "b8": np.uint8,
+    "s8": np.int8,
+    "u16": np.uint16,
+    "b16": np.uint16,
+    "s16": np.int16,
+    "u32": np.uint32,
+    "b32": np.uint32,
+    "s32": np.int32,
+    "u64": np.uint64,
+    "b64": np.uint64,
+    "s64": np.int64,
+    "f32": np.float32,
+    "f64": np.float64,
+    "f16": np.uint16,
+    "bf16": np.uint16,
+    "f16x2": np.uint32,
+    "bf16x2": np.uint32,
+    "tf32": np.uint32,
+    "pred": np.bool_,
+}
 STORAGE = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-NO_RESULT = {"st", "red", "bra", "brx", "bar", "barrier", "cp", "ret", "exit", "membar", "fence", "prefetch", "prefetchu",
-             "trap", "nanosleep", "stmatrix", "call", "brkpt", "pmevent", "discard", "applypriority", "griddepcontrol"}
+NO_RESULT = {
+    "st",
+    "red",
+    "bra",
+    "brx",
+    "bar",
+    "barrier",
+    "cp",
+    "ret",
+    "exit",
+    "membar",
+    "fence",
+    "prefetch",
+    "prefetchu",
+    "trap",
+    "nanosleep",
+    "stmatrix",
+    "call",
+    "brkpt",
+    "pmevent",
+    "discard",
+    "applypriority",
+    "griddepcontrol",
+}
 TERMINATORS = {"bra", "brx", "ret", "exit", "bar", "barrier", "trap"}
-SHARED_GUARD = 128                                # between static shared variables; a multiple keeps the banks
+SHARED_GUARD = 128  # between static shared variables; a multiple keeps the banks
 
 
 def is_terminator(ins):
@@ -65,7 +106,9 @@ class Program:
     def __init__(self, module, function):
         self.module, self.function, self.name = module, function, function.name
         self.code = function.instructions
-        if not self.code or not (self.code[-1].op in ("ret", "exit", "trap", "bra", "brx") and not self.code[-1].pred):
+        if not self.code or not (
+            self.code[-1].op in ("ret", "exit", "trap", "bra", "brx") and not self.code[-1].pred
+        ):
             last = self.code[-1].line if self.code else 0
             raise PtxError("kernel %s: no ret at its end (PTX line %d)" % (self.name, last))
         self._blocks()
@@ -90,7 +133,7 @@ class Program:
         if max(leaders) > len(self.code):
             raise PtxError("kernel %s: branch beyond its end" % self.name)
         bounds = self.leaders + [len(self.code)]
-        self.block_end = np.zeros(len(self.code), int)            # first pc that is not of this pc's block
+        self.block_end = np.zeros(len(self.code), int)  # first pc that is not of this pc's block
         self.block_of = np.zeros(len(self.code), int)
         for i, (start, end) in enumerate(zip(bounds, bounds[1:])):
             self.block_end[start:end] = end
@@ -104,7 +147,9 @@ class Program:
                     ends[target] = max(pc, ends.get(target, pc))
         self.loops = [Loop(start, end) for start, end in sorted(ends.items())]
         for loop in self.loops:
-            loop.depth = 1 + sum(o is not loop and o.start <= loop.start and loop.end <= o.end for o in self.loops)
+            loop.depth = 1 + sum(
+                o is not loop and o.start <= loop.start and loop.end <= o.end for o in self.loops
+            )
 
     def _symbols(self):
         names = set()
@@ -132,8 +177,11 @@ class Program:
     def _shared(self):
         """Lay out static shared variables, each with a guard behind it; dynamic ones start behind all."""
         used = self._symbols()
-        variables = [v for v in list(self.module.variables.values()) + list(self.function.variables.values())
-                     if v.space == "shared" and v.name in used]
+        variables = [
+            v
+            for v in list(self.module.variables.values()) + list(self.function.variables.values())
+            if v.space == "shared" and v.name in used
+        ]
         self.shared_offsets, self.static_shared, self.dynamic_align = {}, 0, 16
         self.shared_spans, offset = [], 0
         for v in variables:
@@ -155,7 +203,9 @@ class Program:
         """Return the smallest shared access of the kernel in bytes (accesses with no space may be shared)."""
         smallest = 16
         for ins in self.code:
-            if ins.op in ("ld", "st", "atom", "red") and not {"global", "const", "param", "local"} & set(ins.mods):
+            if ins.op in ("ld", "st", "atom", "red") and not {"global", "const", "param", "local"} & set(
+                ins.mods
+            ):
                 size = SIZES.get(ins.mods[-1], 4)
                 count = next((int(m[1]) for m in ins.mods if m in ("v2", "v4", "v8")), 1)
                 smallest = min(smallest, size * count)
@@ -170,10 +220,13 @@ class Program:
                 offset = -(-offset // max(v.align, 1)) * max(v.align, 1)
                 self.local_offsets[v.name] = offset
                 offset += v.size
-                offset = -(-offset // 16) * 16 + (16 if v.space == "local" else 0)    # a guard
+                offset = -(-offset // 16) * 16 + (16 if v.space == "local" else 0)  # a guard
         self.local_bytes = offset
-        self.local_spans = [(self.local_offsets[v.name], v.size) for v in self.function.variables.values()
-                            if v.space in ("local", "param")]
+        self.local_spans = [
+            (self.local_offsets[v.name], v.size)
+            for v in self.function.variables.values()
+            if v.space in ("local", "param")
+        ]
 
 
 def allocate_registers(program, lanes):

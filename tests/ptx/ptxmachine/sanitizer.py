@@ -13,11 +13,12 @@ the first (it may land late), so that neither order hides the other's mistakes.
 Inside of a warp, bar.warp.sync (__syncwarp) orders the lanes: turn[g] is the warp's count of them at the last write
 and author[g] its lane.  What another lane of the warp wrote in the same turn must not be read or overwritten.
 """
+
 import numpy as np
 
 NEVER, IN_FLIGHT = np.uint32(0xFFFFFFFF), np.uint32(0xFFFFFFFE)
-ATOMIC, MANY = 64, 255                            # a block has at most 32 warps
-ANY_LANE = 255                                    # author or reader is the warp as a whole (stmatrix, ldmatrix)
+ATOMIC, MANY = 64, 255  # a block has at most 32 warps
+ANY_LANE = 255  # author or reader is the warp as a whole (stmatrix, ldmatrix)
 
 
 class SharedShadow:
@@ -27,11 +28,11 @@ class SharedShadow:
         total = blocks * self.per_block
         self.wrote = np.full(total, NEVER, np.uint32)
         self.writer = np.zeros(total, np.uint8)
-        self.read = np.zeros(warps * total, np.uint32)        # [w, block, granule]
+        self.read = np.zeros(warps * total, np.uint32)  # [w, block, granule]
         self.total = total
         self.clock = np.zeros((blocks, warps), np.uint32)
         self.known = np.zeros((blocks, warps, warps), np.uint32)
-        self.floor = np.zeros(blocks * warps, np.uint32)      # min over u of known[w][u]
+        self.floor = np.zeros(blocks * warps, np.uint32)  # min over u of known[w][u]
         self.author, self.turn = np.zeros(total, np.uint8), np.zeros(total, np.uint32)
         self.turns = np.zeros(blocks * warps, np.uint32)
         self._wide = {}
@@ -114,8 +115,12 @@ class SharedShadow:
         if not self.lanes:
             return np.zeros(len(granule), bool)
         author = self.author[granule]
-        return ((who == local) & (value == self.clock.ravel()[warp]) & (self.turn[granule] == self.turns[warp])
-                & ((author != lane) | (author == ANY_LANE)))
+        return (
+            (who == local)
+            & (value == self.clock.ravel()[warp])
+            & (self.turn[granule] == self.turns[warp])
+            & ((author != lane) | (author == ANY_LANE))
+        )
 
     def _between_lanes(self, byte, granule, verb):
         author = self.author[granule]
@@ -124,7 +129,11 @@ class SharedShadow:
 
     @staticmethod
     def _name(who):
-        return "atomics of several warps" if who == MANY else "an atomic of warp %d" % (who - ATOMIC) if who >= ATOMIC else "warp %d" % who
+        return (
+            "atomics of several warps"
+            if who == MANY
+            else "an atomic of warp %d" % (who - ATOMIC) if who >= ATOMIC else "warp %d" % who
+        )
 
     def _explain_read(self, bad, wrote, warp, index, per, lanes):
         where = np.nonzero(bad)
@@ -144,11 +153,19 @@ class SharedShadow:
         if never[first]:
             return int(lane[first]), "uninitialised read", "shared byte %d was never written" % byte
         if flight[first]:
-            return int(lane[first]), "race", "shared byte %d is read while a cp.async of warp %d writes it" % (byte, who[first])
+            return (
+                int(lane[first]),
+                "race",
+                "shared byte %d is read while a cp.async of warp %d writes it" % (byte, who[first]),
+            )
         if inside[first] and not race[first]:
             return int(lane[first]), "race", self._between_lanes(byte, granule[first], "read")
         name = self._name(who[first])
-        return int(lane[first]), "race", "shared byte %d is read, %s wrote it, no barrier between" % (byte, name)
+        return (
+            int(lane[first]),
+            "race",
+            "shared byte %d is read, %s wrote it, no barrier between" % (byte, name),
+        )
 
     def on_write(self, warp, index, nbytes, lanes, flight=False, atomic=False):
         """Check a write (or the start of a cp.async, or an atomic) and record it."""
@@ -162,7 +179,7 @@ class SharedShadow:
         block = warp // self.warps
         if fault is None and self.warps > 1:
             read = self._granules(self.read, per)
-            known = self.known[block, local]                  # (n, warps)
+            known = self.known[block, local]  # (n, warps)
             for other in range(self.warps):
                 seen = read[other * (self.total // per) + index]
                 late = seen > (known[:, other] if per == 1 else known[:, other, None])
@@ -173,7 +190,11 @@ class SharedShadow:
                         lane = int(np.flatnonzero(late)[0])
                         byte = int(index[lane] * nbytes % self.memory.stride)
                         verb = "a cp.async may overwrite" if flight else "is overwritten:"
-                        fault = lane, "race", "shared byte %d: %s what warp %d reads, no barrier between" % (byte, verb, other)
+                        fault = (
+                            lane,
+                            "race",
+                            "shared byte %d: %s what warp %d reads, no barrier between" % (byte, verb, other),
+                        )
                         break
         stamp = np.full(len(index), IN_FLIGHT, np.uint32) if flight else self.clock.ravel()[warp]
         wide[index] = stamp if per == 1 else stamp[:, None]
@@ -189,7 +210,7 @@ class SharedShadow:
             mine = who if per == 1 else who[:, None]
             unordered = bad & (before >= ATOMIC) & (before != mine) & (wrote != NEVER)
             writer[index] = mine
-            mixed = unordered | (writer[index] != mine)       # several warps, now or since the last barrier
+            mixed = unordered | (writer[index] != mine)  # several warps, now or since the last barrier
             if mixed.any():
                 writer[index[mixed if per == 1 else mixed.any(1)]] = MANY
         else:
@@ -198,8 +219,12 @@ class SharedShadow:
             kept = writer[index] if per == 1 else writer[index][:, 0]
             if (kept != local).any():
                 lane = int(np.flatnonzero(kept != local)[0])
-                fault = (lane, "race", "shared byte %d is written by warp %d and warp %d at once"
-                         % (int(index[lane] * nbytes % self.memory.stride), local[lane], kept[lane]))
+                fault = (
+                    lane,
+                    "race",
+                    "shared byte %d is written by warp %d and warp %d at once"
+                    % (int(index[lane] * nbytes % self.memory.stride), local[lane], kept[lane]),
+                )
         return fault
 
     def _explain_write(self, bad, wrote, warp, index, per, atomic, lanes):
@@ -210,20 +235,30 @@ class SharedShadow:
         block, local = warp[lane] // self.warps, warp[lane] % self.warps
         flight = value == IN_FLIGHT
         race = (value != NEVER) & ~flight & self._unordered(value, who, block, local, warp[lane])
-        if atomic:                                            # atomics among themselves are no race
+        if atomic:  # atomics among themselves are no race
             race &= who < ATOMIC
-        inside = (value != NEVER) & ~flight & self._same_turn(granule, value, who, warp[lane], local, lanes[lane])
+        inside = (
+            (value != NEVER) & ~flight & self._same_turn(granule, value, who, warp[lane], local, lanes[lane])
+        )
         wrong = flight | race | inside
         if not wrong.any():
             return None
         first = int(np.flatnonzero(wrong)[0])
         byte = int(granule[first] % self.per_block) * self.granule
         if flight[first]:
-            return int(lane[first]), "race", "shared byte %d is written while a cp.async of warp %d writes it" % (byte, who[first])
+            return (
+                int(lane[first]),
+                "race",
+                "shared byte %d is written while a cp.async of warp %d writes it" % (byte, who[first]),
+            )
         if inside[first] and not race[first]:
             return int(lane[first]), "race", self._between_lanes(byte, granule[first], "written")
         name = self._name(who[first])
-        return int(lane[first]), "race", "shared byte %d is written, %s wrote it, no barrier between" % (byte, name)
+        return (
+            int(lane[first]),
+            "race",
+            "shared byte %d is written, %s wrote it, no barrier between" % (byte, name),
+        )
 
     def landed(self, warp, index, nbytes):
         """A cp.async was waited for: from now on it is a write of its own warp, of now."""
@@ -258,10 +293,17 @@ class GlobalOwners:
             view[index] = np.where(old == mine, mine, self.atomic)
         else:
             view[index] = mine
-            other |= view[index] != mine                      # two blocks in one step
+            other |= view[index] != mine  # two blocks in one step
         if not other.any():
             return None
         lane = int(np.nonzero(other)[0][0])
-        was = int((old[lane] if nbytes == 2 else old[lane][other[lane]][0]) if old[lane].max() >= self.first else view[index[lane]].max())
+        was = int(
+            (old[lane] if nbytes == 2 else old[lane][other[lane]][0])
+            if old[lane].max() >= self.first
+            else view[index[lane]].max()
+        )
         name = "atomics" if was == int(self.atomic) else "block %d" % (was - self.first)
-        return lane, "byte %d is written without atomics, %s of the same launch wrote it too" % (int(offset[lane]), name)
+        return lane, "byte %d is written without atomics, %s of the same launch wrote it too" % (
+            int(offset[lane]),
+            name,
+        )

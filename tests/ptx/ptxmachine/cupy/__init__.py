@@ -6,15 +6,46 @@
 
 Streams are lazy: see state.py.  Where it differs from CuPy is listed in tests/ptx/README.md.
 """
+
 import sys
 import types
 
 import numpy as _numpy
-from numpy import (bool_, dtype, float16, float32, float64, int8, int16, int32, int64, uint8, uint16, uint32, uint64)
+from numpy import (
+    bool_,
+    dtype,
+    float16,
+    float32,
+    float64,
+    int8,
+    int16,
+    int32,
+    int64,
+    uint8,
+    uint16,
+    uint32,
+    uint64,
+)
 
 from . import cuda
-from .array import (arange, array, asarray, ascontiguousarray, asnumpy, copyto, empty, empty_like, from_dlpack, full, full_like,
-                    may_share_memory, ndarray, ones, zeros, zeros_like)
+from .array import (
+    arange,
+    array,
+    asarray,
+    ascontiguousarray,
+    asnumpy,
+    copyto,
+    empty,
+    empty_like,
+    from_dlpack,
+    full,
+    full_like,
+    may_share_memory,
+    ndarray,
+    ones,
+    zeros,
+    zeros_like,
+)
 from .module import RawKernel, RawModule
 from .state import reset, simulation
 
@@ -55,10 +86,21 @@ def install():
     me = sys.modules[__name__]
     cupyx = types.ModuleType("cupyx")
     cupyx.empty_pinned, cupyx.zeros_pinned = empty_pinned, zeros_pinned
-    names = {"cupy": me, "cupy.cuda": cuda, "cupy.cuda.runtime": cuda.runtime, "cupy.cuda.memory": cuda.memory, "cupyx": cupyx}
+    names = {
+        "cupy": me,
+        "cupy.cuda": cuda,
+        "cupy.cuda.runtime": cuda.runtime,
+        "cupy.cuda.memory": cuda.memory,
+        "cupyx": cupyx,
+    }
     for name, module in names.items():
         other = sys.modules.get(name)
-        if other is not None and other is not module and getattr(other, "__name__", "") == name and name != "cupyx":
+        if (
+            other is not None
+            and other is not module
+            and getattr(other, "__name__", "") == name
+            and name != "cupyx"
+        ):
             raise RuntimeError("install: the real %s is already imported" % name)
         sys.modules[name] = module
     return me
@@ -70,7 +112,40 @@ def uninstall():
         sys.modules.pop(name, None)
 
 
-__all__ = ["RawKernel", "RawModule", "arange", "array", "asarray", "ascontiguousarray", "asnumpy", "bool_", "copyto", "cuda", "dtype",
-           "empty", "empty_like", "float16", "float32", "float64", "from_dlpack", "full", "full_like", "get_array_module",
-           "int8", "int16", "int32", "int64", "may_share_memory", "ndarray", "ones", "reset", "simulation", "uint8", "uint16",
-           "uint32", "uint64", "zeros", "zeros_like"]
+__all__ = [
+    "RawKernel",
+    "RawModule",
+    "arange",
+    "array",
+    "asarray",
+    "ascontiguousarray",
+    "asnumpy",
+    "bool_",
+    "copyto",
+    "cuda",
+    "dtype",
+    "empty",
+    "empty_like",
+    "float16",
+    "float32",
+    "float64",
+    "from_dlpack",
+    "full",
+    "full_like",
+    "get_array_module",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "may_share_memory",
+    "ndarray",
+    "ones",
+    "reset",
+    "simulation",
+    "uint8",
+    "uint16",
+    "uint32",
+    "uint64",
+    "zeros",
+    "zeros_like",
+]

@@ -1,4 +1,5 @@
 """cupy.ndarray: shape, strides and a pointer; the bytes live in the machine's memory and move in stream order."""
+
 import numpy as np
 
 from ..memory import GLOBAL_BASE, WRITTEN
@@ -55,23 +56,31 @@ class Elements:
         memory.span(start, end - start)
         if array == "data":
             return np.ndarray(self.shape, self.dtype, memory.data, self.ptr - GLOBAL_BASE, self.strides)
-        return np.ndarray(self.shape + (self.dtype.itemsize,), np.uint8, memory.state, self.ptr - GLOBAL_BASE, self.strides + (1,))
+        return np.ndarray(
+            self.shape + (self.dtype.itemsize,),
+            np.uint8,
+            memory.state,
+            self.ptr - GLOBAL_BASE,
+            self.strides + (1,),
+        )
 
 
 class ndarray:
     """An array in device memory."""
 
     __array_priority__ = 100
-    __array_ufunc__ = None                        # NumPy functions refuse it, as CuPy's arrays refuse conversion
+    __array_ufunc__ = None  # NumPy functions refuse it, as CuPy's arrays refuse conversion
 
     def __init__(self, shape, dtype=float, memptr=None, strides=None, order="C"):
         self.shape, self.dtype = _shape(shape), np.dtype(dtype)
-        self.strides = tuple(strides) if strides is not None else _strides(self.shape, self.dtype.itemsize, order)
+        self.strides = (
+            tuple(strides) if strides is not None else _strides(self.shape, self.dtype.itemsize, order)
+        )
         self.base = None
         self.data = memptr if memptr is not None else alloc(self.nbytes)
         self._owner = memptr is None
 
-    # --- facts ----------------------------------------------------------------------------------------------------
+    # --- facts ------------------------------------------------------------------------------------
     @property
     def ndim(self):
         return len(self.shape)
@@ -94,7 +103,11 @@ class ndarray:
         plain = tuple(n for n, _ in dims)
         steps = tuple(s for _, s in dims)
         empty = self.size == 0
-        return Flags(empty or steps == _strides(plain, self.itemsize), empty or steps == _strides(plain, self.itemsize, "F"), self._owner)
+        return Flags(
+            empty or steps == _strides(plain, self.itemsize),
+            empty or steps == _strides(plain, self.itemsize, "F"),
+            self._owner,
+        )
 
     @property
     def device(self):
@@ -115,16 +128,25 @@ class ndarray:
     @property
     def __cuda_array_interface__(self):
         from .streams import get_current_stream
+
         stream = get_current_stream(self.data.device_id)
-        return {"shape": self.shape, "typestr": self.dtype.str, "descr": self.dtype.descr, "version": 3,
-                "data": (self.data.ptr if self.size else 0, False), "strides": None if self.flags.c_contiguous else self.strides,
-                "stream": stream.ptr or 1}
+        return {
+            "shape": self.shape,
+            "typestr": self.dtype.str,
+            "descr": self.dtype.descr,
+            "version": 3,
+            "data": (self.data.ptr if self.size else 0, False),
+            "strides": None if self.flags.c_contiguous else self.strides,
+            "stream": stream.ptr or 1,
+        }
 
     def __dlpack_device__(self):
         return 2, self.data.device_id
 
     def __array__(self, *args, **kwargs):
-        raise TypeError("Implicit conversion to a NumPy array is not allowed. Please use `.get()` to construct a NumPy array explicitly.")
+        raise TypeError(
+            "Implicit conversion to a NumPy array is not allowed. Please use `.get()` to construct a NumPy array explicitly."
+        )
 
     def __bool__(self):
         return bool(self.get().reshape(()))
@@ -141,7 +163,7 @@ class ndarray:
     def tolist(self):
         return self.get().tolist()
 
-    # --- views ------------------------------------------------------------------------------------------------------
+    # --- views ------------------------------------------------------------------------------------
     def _raw(self):
         """Return where the elements lie, without keeping the memory alive: pending work does not own it."""
         return Elements(self.data.ptr, self.shape, self.strides, self.dtype)
@@ -166,7 +188,7 @@ class ndarray:
             if not (part is None or part is Ellipsis or isinstance(part, (int, np.integer, slice))):
                 raise TypeError("index: only integers, slices, None and ... are supported, got %r" % (part,))
         if not any(p is Ellipsis for p in parts):
-            parts = (*parts, Ellipsis)                                   # integers alone must give a view, not a scalar
+            parts = (*parts, Ellipsis)  # integers alone must give a view, not a scalar
         return self._like(self._shadow()[parts])
 
     def reshape(self, *shape, order="C"):
@@ -196,18 +218,22 @@ class ndarray:
     def view(self, dtype=None):
         return self._like(self._shadow().view(dtype) if dtype is not None else self._shadow())
 
-    # --- work in stream order -------------------------------------------------------------------------------------------
+    # --- work in stream order ---------------------------------------------------------------------
     def _enqueue(self, label, action, reads=(), writes=(), stream=None):
         """Enqueue work; `reads` and `writes` are device arrays or byte spans (start, end) of pinned memory."""
         from .streams import get_current_stream
+
         stream = get_current_stream() if stream is None else stream
         touches = []
         for items, writing in ((reads, False), (writes, True)):
             for item in items:
                 if isinstance(item, ndarray):
                     if item.data.device_id != stream.device_id:
-                        raise CUDARuntimeError("cudaErrorInvalidDevice", "array of device %d used on %s of device %d"
-                                               % (item.data.device_id, stream.name, stream.device_id))
+                        raise CUDARuntimeError(
+                            "cudaErrorInvalidDevice",
+                            "array of device %d used on %s of device %d"
+                            % (item.data.device_id, stream.name, stream.device_id),
+                        )
                     item = item._raw().span()
                 touches.append((*item, writing))
         simulation().enqueue(stream, label, action, touches)
@@ -219,6 +245,7 @@ class ndarray:
         def action():
             raw.view()[...] = value
             raw.view("state")[...] |= WRITTEN
+
         self._enqueue("fill %d" % self.nbytes, action, writes=(self,))
 
     def _assign(self, source):
@@ -233,7 +260,10 @@ class ndarray:
             written = (of.view("state") & WRITTEN).all(-1)
             to.view()[...] = data
             state = to.view("state")
-            state[...] = np.where(np.broadcast_to(written, to.shape)[..., None], state | WRITTEN, state & ~np.uint8(WRITTEN))
+            state[...] = np.where(
+                np.broadcast_to(written, to.shape)[..., None], state | WRITTEN, state & ~np.uint8(WRITTEN)
+            )
+
         self._enqueue("copy %d" % self.nbytes, action, (source,), (self,))
 
     def __setitem__(self, index, value):
@@ -260,8 +290,11 @@ class ndarray:
     def get(self, stream=None, order="C", out=None, blocking=True):
         """Copy to the host; blocking=False needs pinned `out` and is done when the stream is."""
         from .streams import get_current_stream
+
         stream = get_current_stream() if stream is None else stream
-        if out is not None and (not isinstance(out, np.ndarray) or out.shape != self.shape or out.dtype != self.dtype):
+        if out is not None and (
+            not isinstance(out, np.ndarray) or out.shape != self.shape or out.dtype != self.dtype
+        ):
             raise ValueError("out: NumPy array of shape %s and dtype %s expected" % (self.shape, self.dtype))
         result = np.empty(self.shape, self.dtype, order=order if order in "CF" else "C") if out is None else out
         if not blocking:
@@ -274,6 +307,7 @@ class ndarray:
             if raw.size:
                 copies.check_written(raw.view("state"), "copy to the host")
                 result[...] = raw.view()
+
         host = (result.ctypes.data, result.ctypes.data + result.nbytes)
         self._enqueue("copy D2H %d" % self.nbytes, action, (self,), (host,), stream)
         if blocking:
@@ -283,6 +317,7 @@ class ndarray:
     def set(self, arr, stream=None):
         """Copy from the host.  Pageable memory is read at once; with `stream`, memory must be pinned."""
         from .streams import get_current_stream
+
         if not isinstance(arr, np.ndarray):
             raise TypeError("Only numpy.ndarray can be set to cupy.ndarray")
         if arr.dtype != self.dtype:
@@ -291,18 +326,21 @@ class ndarray:
             raise ValueError("Shape mismatch. Old shape: %s, new shape: %s" % (self.shape, arr.shape))
         pinned = arr.flags.forc and is_pinned(arr.ctypes.data, arr.nbytes)
         if stream is not None and not pinned and arr.nbytes:
-            raise ValueError("set(stream=...): host memory is not pinned: an asynchronous copy would block or race")
+            raise ValueError(
+                "set(stream=...): host memory is not pinned: an asynchronous copy would block or race"
+            )
         source, raw = arr if pinned else arr.copy(), self._raw()
 
         def action():
             if raw.size:
                 raw.view()[...] = source
                 raw.view("state")[...] |= WRITTEN
+
         host = (source.ctypes.data, source.ctypes.data + source.nbytes)
         self._enqueue("copy H2D %d" % self.nbytes, action, (host,), (self,), stream or get_current_stream())
 
 
-# --- making arrays -----------------------------------------------------------------------------------------------------
+# --- making arrays --------------------------------------------------------------------------------
 def empty(shape, dtype=float, order="C"):
     return ndarray(shape, dtype, order=order)
 
@@ -403,10 +441,12 @@ def copyto(dst, src, casting="same_kind", where=None):
 
 def may_share_memory(a, b, max_work=None):
     """Return whether two device arrays lie in one allocation and their byte ranges meet."""
+
     def bounds(x):
         low, high = x.data.ptr, x.data.ptr + x.itemsize
         for n, step in zip(x.shape, x.strides):
             low, high = low + min(0, (n - 1) * step), high + max(0, (n - 1) * step)
         return low, high
+
     (a0, a1), (b0, b1) = bounds(a), bounds(b)
     return bool(a.size and b.size and a0 < b1 and b0 < a1)

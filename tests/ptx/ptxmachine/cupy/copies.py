@@ -1,4 +1,5 @@
 """Copies and fills in stream order, with the written-state of every byte."""
+
 import ctypes
 
 import numpy as np
@@ -11,6 +12,7 @@ from .state import simulation
 
 def _stream(stream):
     from .streams import Stream, get_current_stream
+
     if stream is None:
         return get_current_stream()
     if not isinstance(stream, Stream):
@@ -19,18 +21,27 @@ def _stream(stream):
 
 
 def _host_bytes(address, size):
-    return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address)) if size else np.empty(0, np.uint8)
+    return (
+        np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address)) if size else np.empty(0, np.uint8)
+    )
 
 
 def _need_pinned(address, size, verb):
     if size and not is_pinned(address, size):
-        raise ValueError("%s: host memory 0x%x, %d bytes, is not pinned: an asynchronous copy would block or race" % (verb, address, size))
+        raise ValueError(
+            "%s: host memory 0x%x, %d bytes, is not pinned: an asynchronous copy would block or race"
+            % (verb, address, size)
+        )
 
 
 def check_written(state, what):
     missing = np.flatnonzero((state & WRITTEN) == 0)
     if len(missing) and simulation().host_reads:
-        raise Fault("uninitialised read", "%s: %d of %d bytes were never written, the first is byte %d" % (what, len(missing), state.size, missing[0]))
+        raise Fault(
+            "uninitialised read",
+            "%s: %d of %d bytes were never written, the first is byte %d"
+            % (what, len(missing), state.size, missing[0]),
+        )
 
 
 def device_to_device(dst, src, size, stream=None):
@@ -42,8 +53,13 @@ def device_to_device(dst, src, size, stream=None):
         data, state = memory.span(src_ptr, size)
         data, state = data.copy(), state.copy()
         to[:], to_state[:] = data, state
-    simulation().enqueue(_stream(stream), "copy D2D %d" % size, action,
-                         ((dst_ptr, dst_ptr + size, True), (src_ptr, src_ptr + size, False)))
+
+    simulation().enqueue(
+        _stream(stream),
+        "copy D2D %d" % size,
+        action,
+        ((dst_ptr, dst_ptr + size, True), (src_ptr, src_ptr + size, False)),
+    )
 
 
 def host_to_device(dst, host, size, stream=None):
@@ -56,8 +72,13 @@ def host_to_device(dst, host, size, stream=None):
         to, state = memory.span(dst_ptr, size)
         to[:] = _host_bytes(address, size)
         state[:] |= WRITTEN
-    simulation().enqueue(_stream(stream), "copy H2D %d" % size, action,
-                         ((dst_ptr, dst_ptr + size, True), (address, address + size, False)))
+
+    simulation().enqueue(
+        _stream(stream),
+        "copy H2D %d" % size,
+        action,
+        ((dst_ptr, dst_ptr + size, True), (address, address + size, False)),
+    )
 
 
 def device_to_host(host, src, size, stream=None):
@@ -70,8 +91,13 @@ def device_to_host(host, src, size, stream=None):
         data, state = memory.span(src_ptr, size)
         check_written(state, "copy to the host")
         _host_bytes(address, size)[:] = data
-    simulation().enqueue(_stream(stream), "copy D2H %d" % size, action,
-                         ((src_ptr, src_ptr + size, False), (address, address + size, True)))
+
+    simulation().enqueue(
+        _stream(stream),
+        "copy D2H %d" % size,
+        action,
+        ((src_ptr, src_ptr + size, False), (address, address + size, True)),
+    )
 
 
 def memset(dst, value, size, stream=None):
@@ -81,4 +107,5 @@ def memset(dst, value, size, stream=None):
         to, state = memory.span(ptr, size)
         to[:] = value
         state[:] |= WRITTEN
+
     simulation().enqueue(_stream(stream), "memset %d" % size, action, ((ptr, ptr + size, True),))

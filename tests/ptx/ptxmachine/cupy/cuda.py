@@ -1,11 +1,23 @@
 """cupy.cuda: the names of CuPy for what lies in the modules beside."""
+
 import types
 
 from . import errors as _errors
 from . import memory as _memory
 from . import runtime
-from .memory import (Memory, MemoryPointer, MemoryPool, PinnedMemory, PinnedMemoryPointer, UnownedMemory, alloc, alloc_pinned_memory,
-                     get_allocator, set_allocator, using_allocator)
+from .memory import (
+    Memory,
+    MemoryPointer,
+    MemoryPool,
+    PinnedMemory,
+    PinnedMemoryPointer,
+    UnownedMemory,
+    alloc,
+    alloc_pinned_memory,
+    get_allocator,
+    set_allocator,
+    using_allocator,
+)
 from .streams import Device, Event, Stream, get_current_stream
 
 memory = _memory
@@ -23,6 +35,23 @@ def get_device_id():
     return runtime.getDevice()
 
 
-__all__ = ["Device", "Event", "Memory", "MemoryPointer", "MemoryPool", "PinnedMemory",
-           "PinnedMemoryPointer", "Stream", "UnownedMemory", "alloc", "alloc_pinned_memory", "get_allocator", "get_current_stream",
-           "get_device_id", "is_available", "runtime", "set_allocator", "using_allocator"]
+__all__ = [
+    "Device",
+    "Event",
+    "Memory",
+    "MemoryPointer",
+    "MemoryPool",
+    "PinnedMemory",
+    "PinnedMemoryPointer",
+    "Stream",
+    "UnownedMemory",
+    "alloc",
+    "alloc_pinned_memory",
+    "get_allocator",
+    "get_current_stream",
+    "get_device_id",
+    "is_available",
+    "runtime",
+    "set_allocator",
+    "using_allocator",
+]

@@ -1,4 +1,5 @@
 """Device memory, pools and pinned host memory of the stand-in."""
+
 import bisect
 import contextlib
 import ctypes
@@ -32,16 +33,21 @@ class Memory(BaseMemory):
         sim = simulation()
         sim.check_alive()
         from .streams import get_current_stream
+
         size = int(size)
         if size < 0:
             raise ValueError("size: %d is negative" % size)
         used = sim.used.get(sim.device, 0)
         if used + size > sim.memory_bytes:
-            raise OutOfMemoryError("Out of memory allocating %d bytes (allocated so far: %d bytes)." % (size, used))
+            raise OutOfMemoryError(
+                "Out of memory allocating %d bytes (allocated so far: %d bytes)." % (size, used)
+            )
         try:
             ptr = sim.machine.memory.alloc(size)
         except OutOfMemory:
-            raise OutOfMemoryError("Out of memory allocating %d bytes (allocated so far: %d bytes)." % (size, used)) from None
+            raise OutOfMemoryError(
+                "Out of memory allocating %d bytes (allocated so far: %d bytes)." % (size, used)
+            ) from None
         sim.used[sim.device] = used + size
         super().__init__(ptr, size, sim.device, get_current_stream())
         sim.trace.append(("alloc", "%d bytes" % size, self.stream.name))
@@ -60,13 +66,17 @@ def _free(sim, ptr, size, device, stream, pooled):
     others = sim.in_flight(ptr, size, stream if pooled else None)
     if others and sim.error is None:
         names = sorted({"%s on %s" % (op.label, op.stream.name) for op in others})
-        sim.error = RuntimeError("memory of %d bytes was freed while still in use by %s" % (size, ", ".join(names)))
+        sim.error = RuntimeError(
+            "memory of %d bytes was freed while still in use by %s" % (size, ", ".join(names))
+        )
         return
     mine = sim.last.get(stream)
     if mine is None or mine.done or sim.error is not None:
         sim.machine.memory.free(ptr)
     else:
-        sim.enqueue(stream, "free %d bytes" % size, lambda: sim.machine.memory.free(ptr), ((ptr, ptr + size, True),))
+        sim.enqueue(
+            stream, "free %d bytes" % size, lambda: sim.machine.memory.free(ptr), ((ptr, ptr + size, True),)
+        )
 
 
 class UnownedMemory(BaseMemory):
@@ -90,6 +100,7 @@ class MemoryPointer:
     @property
     def device(self):
         from .streams import Device
+
         return Device(self.device_id)
 
     def __add__(self, offset):
@@ -100,18 +111,22 @@ class MemoryPointer:
 
     def copy_from_device_async(self, src, size, stream=None):
         from .copies import device_to_device
+
         device_to_device(self, src, size, stream)
 
     def copy_to_host_async(self, mem, size, stream=None):
         from .copies import device_to_host
+
         device_to_host(mem, self, size, stream)
 
     def copy_from_host_async(self, mem, size, stream=None):
         from .copies import host_to_device
+
         host_to_device(self, mem, size, stream)
 
     def memset_async(self, value, size, stream=None):
         from .copies import memset
+
         memset(self, value, size, stream)
 
 
@@ -195,7 +210,11 @@ class PinnedMemoryPointer:
 
 def _pinned_pointer(mem, offset):
     length = mem.size - offset
-    kind = type("PinnedMemoryPointer", (PinnedMemoryPointer, ctypes.Array), {"_type_": ctypes.c_uint8, "_length_": length})
+    kind = type(
+        "PinnedMemoryPointer",
+        (PinnedMemoryPointer, ctypes.Array),
+        {"_type_": ctypes.c_uint8, "_length_": length},
+    )
     pointer = kind.from_address(mem.ptr + offset)
     pointer.mem, pointer.ptr = mem, mem.ptr + offset
     return pointer
@@ -208,7 +227,9 @@ def alloc_pinned_memory(size):
 
 
 def is_pinned(address, size):
-    return any(start <= address and address + size <= start + length for start, length in simulation().pinned.items())
+    return any(
+        start <= address and address + size <= start + length for start, length in simulation().pinned.items()
+    )
 
 
 def allocation_of(ptr):

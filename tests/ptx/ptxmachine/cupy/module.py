@@ -1,4 +1,5 @@
 """RawModule and RawKernel: NVRTC to PTX, PTX to the machine, with the checks of CuPy, CUDA and a little more."""
+
 import hashlib
 import os
 import struct
@@ -23,7 +24,11 @@ def _headers(options):
     """Return a digest of all headers below the -I folders: the compiler's result depends on them."""
     digest = hashlib.sha256()
     for option in options:
-        folder = option[2:].strip() if option.startswith("-I") else option.partition("=")[2] if option.startswith("--include-path") else None
+        folder = (
+            option[2:].strip()
+            if option.startswith("-I")
+            else option.partition("=")[2] if option.startswith("--include-path") else None
+        )
         if folder and os.path.isdir(folder):
             for root, _, names in sorted(os.walk(folder)):
                 for name in sorted(names):
@@ -36,7 +41,11 @@ def _headers(options):
 def compile_ptx(source, options, arch, names=(), file_name="kernel.cu"):
     """Compile (or take from memory, or from the cache folder) and return (ptx, lowered names)."""
     toolkit = default_toolkit()
-    key = hashlib.sha256(repr((source, tuple(options), arch, tuple(names), toolkit.version, _headers(options), file_name)).encode()).hexdigest()
+    key = hashlib.sha256(
+        repr(
+            (source, tuple(options), arch, tuple(names), toolkit.version, _headers(options), file_name)
+        ).encode()
+    ).hexdigest()
     if key not in _compiled:
         path = os.path.join(cache_folder(), "ptx", key + ".ptx")
         if os.path.exists(path) and not names:
@@ -54,7 +63,7 @@ def compile_ptx(source, options, arch, names=(), file_name="kernel.cu"):
                     with open("%s.%d" % (path, os.getpid()), "w") as file:
                         file.write(ptx)
                     os.replace("%s.%d" % (path, os.getpid()), path)
-                except OSError:                   # no cache, then
+                except OSError:  # no cache, then
                     pass
     return _compiled[key]
 
@@ -62,12 +71,24 @@ def compile_ptx(source, options, arch, names=(), file_name="kernel.cu"):
 class RawModule:
     """CUDA C (or PTX by `path`) that becomes kernels."""
 
-    def __init__(self, code=None, *, path=None, options=(), backend="nvrtc", translate_cucomplex=False,
-                 enable_cooperative_groups=False, name_expressions=None, jitify=None):
+    def __init__(
+        self,
+        code=None,
+        *,
+        path=None,
+        options=(),
+        backend="nvrtc",
+        translate_cucomplex=False,
+        enable_cooperative_groups=False,
+        name_expressions=None,
+        jitify=None
+    ):
         if (code is None) == (path is None):
             raise TypeError("Exactly one of `code` and `path` keyword arguments must be given.")
         if backend != "nvrtc" or jitify or translate_cucomplex or enable_cooperative_groups:
-            raise ValueError("only backend='nvrtc' without jitify, cucomplex and cooperative launch is supported")
+            raise ValueError(
+                "only backend='nvrtc' without jitify, cucomplex and cooperative launch is supported"
+            )
         if not isinstance(options, tuple):
             raise TypeError("options: a tuple of strings expected, got %r" % (options,))
         for option in options:
@@ -96,7 +117,9 @@ class RawModule:
             module = sim.machine.load(ptx)
             need = "".join(c for c in (module.target or "sm_0") if c.isdigit())
             if int(need) > int(sim.arch):
-                raise CUDADriverError("CUDA_ERROR_NO_BINARY_FOR_GPU", "code for sm_%s on a device of sm_%s" % (need, sim.arch))
+                raise CUDADriverError(
+                    "CUDA_ERROR_NO_BINARY_FOR_GPU", "code for sm_%s on a device of sm_%s" % (need, sim.arch)
+                )
             self._modules = {key: module}
         return self._modules[key]
 
@@ -105,7 +128,10 @@ class RawModule:
         module = self._load()
         name = self._lowered.get(name, name)
         if name not in module.parsed.kernels:
-            raise CUDADriverError("CUDA_ERROR_NOT_FOUND", "named symbol not found: %r; kernels are %s" % (name, sorted(module.parsed.kernels)))
+            raise CUDADriverError(
+                "CUDA_ERROR_NOT_FOUND",
+                "named symbol not found: %r; kernels are %s" % (name, sorted(module.parsed.kernels)),
+            )
         if name not in self._kernels:
             kernel = RawKernel.__new__(RawKernel)
             kernel._setup(self, name)
@@ -115,6 +141,7 @@ class RawModule:
     def get_global(self, name):
         """Return a MemoryPointer to a module variable."""
         from .memory import UnownedMemory
+
         module = self._load()
         if name not in module.addresses:
             raise CUDADriverError("CUDA_ERROR_NOT_FOUND", "named symbol not found: %r" % name)
@@ -124,9 +151,25 @@ class RawModule:
 class RawKernel:
     """A kernel: `kernel(grid, block, args, shared_mem=0)`."""
 
-    def __init__(self, code, name, options=(), backend="nvrtc", translate_cucomplex=False, *, enable_cooperative_groups=False, jitify=False):
-        module = RawModule(code=code, options=options, backend=backend, translate_cucomplex=translate_cucomplex,
-                           enable_cooperative_groups=enable_cooperative_groups, jitify=jitify)
+    def __init__(
+        self,
+        code,
+        name,
+        options=(),
+        backend="nvrtc",
+        translate_cucomplex=False,
+        *,
+        enable_cooperative_groups=False,
+        jitify=False
+    ):
+        module = RawModule(
+            code=code,
+            options=options,
+            backend=backend,
+            translate_cucomplex=translate_cucomplex,
+            enable_cooperative_groups=enable_cooperative_groups,
+            jitify=jitify,
+        )
         self._setup(module, name)
 
     def _setup(self, module, name):
@@ -138,9 +181,13 @@ class RawKernel:
 
     @property
     def attributes(self):
-        return {"max_threads_per_block": self.max_threads_per_block, "shared_size_bytes": self.shared_size_bytes,
-                "const_size_bytes": 0, "local_size_bytes": self.local_size_bytes,
-                "max_dynamic_shared_size_bytes": self.max_dynamic_shared_size_bytes}
+        return {
+            "max_threads_per_block": self.max_threads_per_block,
+            "shared_size_bytes": self.shared_size_bytes,
+            "const_size_bytes": 0,
+            "local_size_bytes": self.local_size_bytes,
+            "max_dynamic_shared_size_bytes": self.max_dynamic_shared_size_bytes,
+        }
 
     @property
     def max_threads_per_block(self):
@@ -162,7 +209,11 @@ class RawKernel:
     def max_dynamic_shared_size_bytes(self, size):
         room = ARCHITECTURES[simulation().arch][0] - self.shared_size_bytes
         if not 0 <= size <= room:
-            raise CUDADriverError("CUDA_ERROR_INVALID_VALUE", "invalid argument: %d bytes of dynamic shared memory, at most %d on sm_%s" % (size, room, simulation().arch))
+            raise CUDADriverError(
+                "CUDA_ERROR_INVALID_VALUE",
+                "invalid argument: %d bytes of dynamic shared memory, at most %d on sm_%s"
+                % (size, room, simulation().arch),
+            )
         self._limit = int(size)
 
     def compile(self, log_stream=None):
@@ -171,18 +222,29 @@ class RawKernel:
     def __call__(self, grid, block, args, *, shared_mem=0):
         """Enqueue a launch on the current stream."""
         from .streams import get_current_stream
+
         sim = simulation()
         sim.check_alive()
         module, program = self._module._load(), self._program
         grid, block = _dims(grid, "grid"), _dims(block, "block")
         if shared_mem > self.max_dynamic_shared_size_bytes or shared_mem < 0:
-            raise CUDADriverError("CUDA_ERROR_INVALID_VALUE", "invalid argument: kernel %s asks for %d bytes of dynamic shared memory, %d allowed"
-                                  " (max_dynamic_shared_size_bytes)" % (self.name, shared_mem, self.max_dynamic_shared_size_bytes))
+            raise CUDADriverError(
+                "CUDA_ERROR_INVALID_VALUE",
+                "invalid argument: kernel %s asks for %d bytes of dynamic shared memory, %d allowed"
+                " (max_dynamic_shared_size_bytes)"
+                % (self.name, shared_mem, self.max_dynamic_shared_size_bytes),
+            )
         threads = block[0] * block[1] * block[2]
         if threads > self.max_threads_per_block or min(block) < 1 or block[2] > 64:
-            raise CUDADriverError("CUDA_ERROR_INVALID_VALUE", "invalid argument: block %s of kernel %s, at most %d threads" % (block, self.name, self.max_threads_per_block))
-        if min(grid) < 1 or grid[0] > 2 ** 31 - 1 or max(grid[1:]) > 65535:
-            raise CUDADriverError("CUDA_ERROR_INVALID_VALUE", "invalid argument: grid %s of kernel %s" % (grid, self.name))
+            raise CUDADriverError(
+                "CUDA_ERROR_INVALID_VALUE",
+                "invalid argument: block %s of kernel %s, at most %d threads"
+                % (block, self.name, self.max_threads_per_block),
+            )
+        if min(grid) < 1 or grid[0] > 2**31 - 1 or max(grid[1:]) > 65535:
+            raise CUDADriverError(
+                "CUDA_ERROR_INVALID_VALUE", "invalid argument: grid %s of kernel %s" % (grid, self.name)
+            )
         stream = get_current_stream()
         params, touches = pack_arguments(program, args, stream.device_id)
         machine, name = sim.machine, self.name
@@ -192,13 +254,18 @@ class RawKernel:
                 machine.launch(module, name, grid, block, params, shared_mem)
             except LaunchError as error:
                 raise CUDADriverError("CUDA_ERROR_INVALID_VALUE", str(error)) from None
+
         sim.enqueue(stream, "kernel %s" % name, action, touches)
 
 
 def _dims(value, name):
     if isinstance(value, (int, np.integer)):
         value = (value,)
-    if not isinstance(value, tuple) or not 1 <= len(value) <= 3 or not all(isinstance(n, (int, np.integer)) for n in value):
+    if (
+        not isinstance(value, tuple)
+        or not 1 <= len(value) <= 3
+        or not all(isinstance(n, (int, np.integer)) for n in value)
+    ):
         raise TypeError("%s: a tuple of one to three integers expected, got %r" % (name, value))
     return tuple(int(n) for n in value) + (1,) * (3 - len(value))
 
@@ -207,7 +274,10 @@ def pack_arguments(program, args, device):
     """Return (parameter bytes, allocations) of the call's arguments; refuse what does not fit the kernel."""
     name, params = program.name, program.function.params
     if not isinstance(args, (tuple, list)) or len(args) != len(params):
-        raise TypeError("kernel %s: %d arguments expected, got %s" % (name, len(params), len(args) if isinstance(args, (tuple, list)) else args))
+        raise TypeError(
+            "kernel %s: %d arguments expected, got %s"
+            % (name, len(params), len(args) if isinstance(args, (tuple, list)) else args)
+        )
     out, touches = bytearray(program.function.param_bytes), []
     written = written_parameters(program)
     for i, (arg, param) in enumerate(zip(args, params)):
@@ -215,7 +285,9 @@ def pack_arguments(program, args, device):
         if isinstance(arg, (ndarray, MemoryPointer)):
             pointer = arg.data if isinstance(arg, ndarray) else arg
             if pointer.device_id != device:
-                raise ValueError("%s: array of device %d in a launch on device %d" % (where, pointer.device_id, device))
+                raise ValueError(
+                    "%s: array of device %d in a launch on device %d" % (where, pointer.device_id, device)
+                )
             data = struct.pack("<Q", pointer.ptr)
             span = arg._raw().span() if isinstance(arg, ndarray) else _whole(pointer.ptr)
             touches.append((*span, written is None or (i, 0) in written or (i, None) in written))
@@ -227,7 +299,7 @@ def pack_arguments(program, args, device):
             raise TypeError("Unsupported type %s (%s): a NumPy array is not on the device" % (type(arg), where))
         elif isinstance(arg, (np.generic, np.ndarray)):
             data = arg.tobytes()
-            for at in range(0, len(data) - 7, 8):             # pointers inside of a struct, or as a number
+            for at in range(0, len(data) - 7, 8):  # pointers inside of a struct, or as a number
                 span = _whole(struct.unpack_from("<Q", data, at)[0])
                 if span[1] > span[0]:
                     touches.append((*span, written is None or (i, at) in written or (i, None) in written))
@@ -243,11 +315,19 @@ def pack_arguments(program, args, device):
         else:
             raise TypeError("Unsupported type %s (%s)" % (type(arg), where))
         if len(data) != param.size:
-            raise TypeError("%s: %r has %d bytes, the kernel's parameter %d" % (where, type(arg).__name__, len(data), param.size))
+            raise TypeError(
+                "%s: %r has %d bytes, the kernel's parameter %d"
+                % (where, type(arg).__name__, len(data), param.size)
+            )
         kind = getattr(param, "kind", None)
-        if kind in ("f32", "f64") and isinstance(arg, (int, np.integer)) or kind in INTEGER_KINDS and isinstance(arg, (float, np.floating)):
+        if (
+            kind in ("f32", "f64")
+            and isinstance(arg, (int, np.integer))
+            or kind in INTEGER_KINDS
+            and isinstance(arg, (float, np.floating))
+        ):
             raise TypeError("%s: %r for a parameter of type .%s" % (where, type(arg).__name__, kind))
-        out[param.offset:param.offset + param.size] = data
+        out[param.offset : param.offset + param.size] = data
     return bytes(out), touches
 
 
@@ -270,8 +350,15 @@ def written_parameters(program):
 
     def trail(operand):
         if operand[0] == "s":
-            return {(index[operand[1]], None)} if operand[1] in index else {("variable", operand[1])} if operand[1] in program.module.variables or \
-                operand[1] in program.function.variables else set()
+            return (
+                {(index[operand[1]], None)}
+                if operand[1] in index
+                else (
+                    {("variable", operand[1])}
+                    if operand[1] in program.module.variables or operand[1] in program.function.variables
+                    else set()
+                )
+            )
         return set().union(*(origin.get(name, set()) for name in registers_of(operand)))
 
     changed = True

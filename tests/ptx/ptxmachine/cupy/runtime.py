@@ -1,4 +1,5 @@
 """cupy.cuda.runtime: the few CUDA runtime calls of low-level programs."""
+
 from . import copies
 from .errors import CUDARuntimeError
 from .memory import Memory, alloc_pinned_memory
@@ -31,6 +32,7 @@ def memGetInfo():
 
 def runtimeGetVersion():
     from ..nvrtc import default_toolkit
+
     major, minor = default_toolkit().version
     return 1000 * major + 10 * minor
 
@@ -40,9 +42,16 @@ driverGetVersion = runtimeGetVersion
 
 def getDeviceProperties(device):
     attributes = Device(device).attributes
-    return {"name": b"PTX machine sm_%s" % simulation().arch.encode(), "major": attributes["ComputeCapabilityMajor"], "minor": attributes["ComputeCapabilityMinor"],
-            "multiProcessorCount": attributes["MultiProcessorCount"], "sharedMemPerBlockOptin": attributes["MaxSharedMemoryPerBlockOptin"],
-            "totalGlobalMem": simulation().memory_bytes, "warpSize": 32, "maxThreadsPerBlock": 1024}
+    return {
+        "name": b"PTX machine sm_%s" % simulation().arch.encode(),
+        "major": attributes["ComputeCapabilityMajor"],
+        "minor": attributes["ComputeCapabilityMinor"],
+        "multiProcessorCount": attributes["MultiProcessorCount"],
+        "sharedMemPerBlockOptin": attributes["MaxSharedMemoryPerBlockOptin"],
+        "totalGlobalMem": simulation().memory_bytes,
+        "warpSize": 32,
+        "maxThreadsPerBlock": 1024,
+    }
 
 
 _owned = {}

@@ -5,6 +5,7 @@ synchronisation, a blocking copy, or a poll that has been repeated often enough.
 operations before it in its stream, the events its stream waited for, and, for the legacy default stream, all
 blocking streams.
 """
+
 import itertools
 import os
 
@@ -13,8 +14,15 @@ from ..machine import Machine
 from ..memory import GlobalMemory
 
 # Opt-in shared memory per block, per SM, and the number of SMs of one well-known part of each architecture.
-ARCHITECTURES = {"75": (64 << 10, 64 << 10, 40), "80": (163 << 10, 164 << 10, 108), "86": (99 << 10, 100 << 10, 84),
-                 "89": (99 << 10, 100 << 10, 128), "90": (227 << 10, 228 << 10, 132), "100": (227 << 10, 228 << 10, 148), "120": (99 << 10, 100 << 10, 170)}
+ARCHITECTURES = {
+    "75": (64 << 10, 64 << 10, 40),
+    "80": (163 << 10, 164 << 10, 108),
+    "86": (99 << 10, 100 << 10, 84),
+    "89": (99 << 10, 100 << 10, 128),
+    "90": (227 << 10, 228 << 10, 132),
+    "100": (227 << 10, 228 << 10, 148),
+    "120": (99 << 10, 100 << 10, 170),
+}
 
 
 class Operation:
@@ -43,7 +51,17 @@ class Simulation:
     memory          bytes of each device
     """
 
-    def __init__(self, arch=None, devices=None, streams=None, polls=2, host_reads=True, hazards=True, memory=None, **switches):
+    def __init__(
+        self,
+        arch=None,
+        devices=None,
+        streams=None,
+        polls=2,
+        host_reads=True,
+        hazards=True,
+        memory=None,
+        **switches
+    ):
         self.arch = str(arch or os.environ.get("PTX_MACHINE_ARCH", "80"))
         if self.arch not in ARCHITECTURES:
             raise ValueError("arch: one of %s expected, got %r" % (sorted(ARCHITECTURES), self.arch))
@@ -53,27 +71,29 @@ class Simulation:
             raise ValueError("streams: 'lazy' or 'eager' expected, got %r" % (self.streams,))
         self.polls, self.host_reads, self.hazards = polls, host_reads, hazards
         self.memory_bytes = int(memory or os.environ.get("PTX_MACHINE_MEMORY", 1 << 29))
-        self.machine = Machine(GlobalMemory(2 * self.memory_bytes * self.device_count + (1 << 26)), **switches)   # room for guards
-        self.device = 0                           # current device
-        self.error = None                         # sticky, as in CUDA: what ended the device's life
-        self.last = {}                            # stream -> last Operation
-        self.last_default = {}                    # device -> last Operation of the default stream
-        self.live = {}                            # serial -> pending Operation
+        self.machine = Machine(
+            GlobalMemory(2 * self.memory_bytes * self.device_count + (1 << 26)), **switches
+        )  # room for guards
+        self.device = 0  # current device
+        self.error = None  # sticky, as in CUDA: what ended the device's life
+        self.last = {}  # stream -> last Operation
+        self.last_default = {}  # device -> last Operation of the default stream
+        self.live = {}  # serial -> pending Operation
         self.default_streams, self.current_streams = {}, {}
-        self.trace = []                           # ("enqueue" | "run", label, stream name)
+        self.trace = []  # ("enqueue" | "run", label, stream name)
         self.skips, self.calls = {}, {}
-        self.used = {}                            # device -> bytes
+        self.used = {}  # device -> bytes
         self.next_stream = itertools.count(1)
-        self.pinned = {}                          # address -> bytes of pinned host memory
+        self.pinned = {}  # address -> bytes of pinned host memory
 
-    # --- switches for tests ---------------------------------------------------------------------------------------
+    # --- switches for tests -----------------------------------------------------------------------
     def skipped(self, kind):
         """Count a call of `kind` and say whether the test asked to leave this one out."""
         number = self.calls.get(kind, 0)
         self.calls[kind] = number + 1
         return number in self.skips.get(kind, ())
 
-    # --- queues -----------------------------------------------------------------------------------------------------
+    # --- queues -----------------------------------------------------------------------------------
     def check_alive(self):
         if self.error is not None:
             raise self.error
@@ -87,9 +107,15 @@ class Simulation:
             waits.append(previous)
         waits += [op for op in stream.pending_events if not op.done]
         stream.pending_events = []
-        if stream.null:                           # legacy default stream: after all blocking streams
-            waits += [op for other, op in self.last.items()
-                      if other is not stream and not other.non_blocking and other.device_id == stream.device_id and not op.done]
+        if stream.null:  # legacy default stream: after all blocking streams
+            waits += [
+                op
+                for other, op in self.last.items()
+                if other is not stream
+                and not other.non_blocking
+                and other.device_id == stream.device_id
+                and not op.done
+            ]
         elif not stream.non_blocking:
             default = self.last_default.get(stream.device_id)
             if default is not None and not default.done:
@@ -111,8 +137,13 @@ class Simulation:
 
         Work that is done was waited for by the host, so it comes before all that is enqueued now.
         """
-        clashes = [other for other in self.live.values() for start, end, writes in op.touches for s, e, w in other.touches
-                   if start < e and s < end and (writes or w)]
+        clashes = [
+            other
+            for other in self.live.values()
+            for start, end, writes in op.touches
+            for s, e, w in other.touches
+            if start < e and s < end and (writes or w)
+        ]
         if not clashes:
             return
         before, stack = set(), list(op.waits_for)
@@ -123,8 +154,11 @@ class Simulation:
                 stack.extend(o for o in other.waits_for if not o.done)
         for other in clashes:
             if other.serial not in before:
-                raise Fault("stream race", "%s on %s and %s on %s touch the same bytes, no event between"
-                            % (other.label, other.stream.name, op.label, op.stream.name))
+                raise Fault(
+                    "stream race",
+                    "%s on %s and %s on %s touch the same bytes, no event between"
+                    % (other.label, other.stream.name, op.label, op.stream.name),
+                )
 
     def finish(self, op):
         """Run `op` and all that it waits for."""
@@ -145,14 +179,14 @@ class Simulation:
                 if top.action is not None:
                     top.action()
             except Exception as error:
-                self.error = error                # from now on every call fails, as after a CUDA launch failure
+                self.error = error  # from now on every call fails, as after a CUDA launch failure
                 raise
             top.done, top.action, top.waits_for = True, None, ()
             self.live.pop(top.serial, None)
 
     def finish_stream(self, stream):
         self.check_alive()
-        for op in stream.pending_events:          # a wait with nothing behind it still is a wait
+        for op in stream.pending_events:  # a wait with nothing behind it still is a wait
             self.finish(op)
         op = self.last.get(stream)
         if op is not None:
@@ -170,7 +204,11 @@ class Simulation:
 
     def in_flight(self, start, size, but=None):
         """Return the pending operations that touch the bytes [start, start + size), without those of stream `but`."""
-        return [op for op in self.live.values() if op.stream is not but and any(s < start + size and start < e for s, e, _ in op.touches)]
+        return [
+            op
+            for op in self.live.values()
+            if op.stream is not but and any(s < start + size and start < e for s, e, _ in op.touches)
+        ]
 
 
 _simulation = None

@@ -1,4 +1,5 @@
 """Streams, events and devices: lazy, and as strict as CUDA about who belongs where."""
+
 import itertools
 
 from .errors import CUDARuntimeError
@@ -14,7 +15,9 @@ class Device:
         sim = simulation()
         self.id = sim.device if device is None else int(device)
         if not 0 <= self.id < sim.device_count:
-            raise CUDARuntimeError("cudaErrorInvalidDevice", "invalid device ordinal %d of %d" % (self.id, sim.device_count))
+            raise CUDARuntimeError(
+                "cudaErrorInvalidDevice", "invalid device ordinal %d of %d" % (self.id, sim.device_count)
+            )
 
     def __int__(self):
         return self.id
@@ -61,11 +64,26 @@ class Device:
     def attributes(self):
         arch = simulation().arch
         optin, per_sm, sms = ARCHITECTURES[arch]
-        return {"MaxThreadsPerBlock": 1024, "MaxBlockDimX": 1024, "MaxBlockDimY": 1024, "MaxBlockDimZ": 64,
-                "MaxGridDimX": 2 ** 31 - 1, "MaxGridDimY": 65535, "MaxGridDimZ": 65535, "MaxSharedMemoryPerBlock": 48 << 10,
-                "MaxSharedMemoryPerBlockOptin": optin, "MaxSharedMemoryPerMultiprocessor": per_sm, "MultiProcessorCount": sms,
-                "WarpSize": 32, "ComputeCapabilityMajor": int(arch[:-1]), "ComputeCapabilityMinor": int(arch[-1]),
-                "MaxRegistersPerBlock": 65536, "AsyncEngineCount": 2, "ConcurrentKernels": 1, "UnifiedAddressing": 1}
+        return {
+            "MaxThreadsPerBlock": 1024,
+            "MaxBlockDimX": 1024,
+            "MaxBlockDimY": 1024,
+            "MaxBlockDimZ": 64,
+            "MaxGridDimX": 2**31 - 1,
+            "MaxGridDimY": 65535,
+            "MaxGridDimZ": 65535,
+            "MaxSharedMemoryPerBlock": 48 << 10,
+            "MaxSharedMemoryPerBlockOptin": optin,
+            "MaxSharedMemoryPerMultiprocessor": per_sm,
+            "MultiProcessorCount": sms,
+            "WarpSize": 32,
+            "ComputeCapabilityMajor": int(arch[:-1]),
+            "ComputeCapabilityMinor": int(arch[-1]),
+            "MaxRegistersPerBlock": 65536,
+            "AsyncEngineCount": 2,
+            "ConcurrentKernels": 1,
+            "UnifiedAddressing": 1,
+        }
 
 
 class Event:
@@ -79,8 +97,11 @@ class Event:
         sim = simulation()
         stream = get_current_stream() if stream is None else stream
         if stream.device_id != self.device_id:
-            raise CUDARuntimeError("cudaErrorInvalidResourceHandle", "event of device %d recorded on %s of device %d"
-                                   % (self.device_id, stream.name, stream.device_id))
+            raise CUDARuntimeError(
+                "cudaErrorInvalidResourceHandle",
+                "event of device %d recorded on %s of device %d"
+                % (self.device_id, stream.name, stream.device_id),
+            )
         if sim.skipped("Event.record"):
             return
         self._op, self._polls = sim.enqueue(stream, "event", None), 0
@@ -141,7 +162,10 @@ class Stream:
     def use(self):
         sim = simulation()
         if sim.device != self.device_id:
-            raise CUDARuntimeError("cudaErrorInvalidResourceHandle", "%s of device %d used on device %d" % (self.name, self.device_id, sim.device))
+            raise CUDARuntimeError(
+                "cudaErrorInvalidResourceHandle",
+                "%s of device %d used on device %d" % (self.name, self.device_id, sim.device),
+            )
         sim.current_streams[self.device_id] = self
         return self
 
