@@ -268,6 +268,40 @@ def test_pinned_memory(cupy):
     assert (cupy.zeros_pinned(3, np.int32) == 0).all()
 
 
+def test_blocking_copies_and_foreign_streams(cupy):
+    host, x, back = np.arange(8, dtype=np.float32), cupy.empty(8, np.float32), np.zeros(8, np.float32)
+    runtime = cupy.cuda.runtime
+    runtime.memcpy(x.data.ptr, host.ctypes.data, 32, runtime.memcpyHostToDevice)
+    runtime.memcpy(back.ctypes.data, x.data.ptr, 32, runtime.memcpyDeviceToHost)
+    assert (back == host).all()
+    stream = cupy.cuda.Stream()
+    assert cupy.cuda.ExternalStream(stream.ptr) is stream and cupy.cuda.ExternalStream(0) is cupy.cuda.Stream.null
+    with pytest.raises(runtime.CUDARuntimeError, match="is not known"):
+        cupy.cuda.ExternalStream(0x123)
+    x.data.memset_async(0, 16, stream)
+    out = cupy.empty_pinned(8, np.float32)
+    x.data.copy_to_host_async(out.ctypes.data, 32, stream)
+    y = cupy.empty(8, np.float32)
+    y.data.copy_from_device_async(x.data, 32, stream)
+    stream.synchronize()
+    assert (y.get() == np.where(np.arange(8) < 4, 0, host)).all() and (out == y.get()).all()
+    x.data.copy_to_host_async(out.ctypes.data, 32, stream)
+    del out
+    with pytest.raises(ValueError, match="freed in flight"):
+        stream.synchronize()
+
+
+def test_memory_comes_back_for_ever():
+    cupy = standin
+    cupy.reset(arch="80", memory=1 << 24)
+    keep = cupy.full(1000, 7, np.uint8)
+    for i in range(60):                                  # fifteen times the device
+        x = cupy.full(1 << 22, i, np.uint8)
+        assert x.get()[0] == i
+        del x
+    assert (keep.get() == 7).all() and cupy.cuda.Device().mem_info[0] == (1 << 24) - 1000
+
+
 def test_install_makes_import_cupy_work_and_processes_are_independent():
     """As under mpirun: every process has its own devices."""
     program = (

@@ -21,7 +21,8 @@ def barrier_control(run, binder, ins, predicate, negate):
     """Return f(group) -> [(pc, mask)] for a barrier instruction."""
     mods = ins.mods
     verb = next((m for m in mods if m in ("sync", "arrive", "red")), None)
-    if verb is None:
+    allowed = {"sync", "arrive", "red", "cta", "aligned", "popc", "and", "or", "u32", "pred"}
+    if verb is None or not set(mods) <= allowed:
         raise PtxError("PTX line %d: unknown instruction %s" % (ins.line, ins.opcode))
     args = list(ins.args)
     result = args.pop(0) if verb == "red" else None

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from . import (
+from . import (  # noqa: F401 (they register instructions)
     ops_convert,
     ops_float,
     ops_integer,
@@ -265,28 +265,23 @@ class Run:
         binder = Binder(self)
         self.ops, self.controls = [], {}
         for ins in self.program.code:
-            if is_terminator(ins):
-                self.ops.append(None)
-                self.controls[ins.pc] = self._control(binder, ins)
-            else:
+            try:
+                if is_terminator(ins):
+                    self.ops.append(None)
+                    self.controls[ins.pc] = self._control(binder, ins)
+                    continue
                 builder = BUILDERS.get(ins.op)
                 if builder is None:
-                    raise PtxError(
-                        "kernel %s, PTX line %d: unknown instruction %s"
-                        % (self.program.name, ins.line, ins.opcode)
-                    )
-                try:
-                    operation = builder(binder, ins)
-                except PtxError:
-                    raise
-                except Exception as error:
-                    raise PtxError(
-                        "kernel %s, PTX line %d: %s cannot be read: %s: %s"
-                        % (self.program.name, ins.line, ins.opcode, type(error).__name__, error)
-                    ) from error
-                if ins.pred is not None:
-                    operation = self._predicated(operation, *ins.pred)
-                self.ops.append(operation)
+                    raise PtxError("kernel %s, PTX line %d: unknown instruction %s" % (self.program.name, ins.line, ins.opcode))
+                operation = builder(binder, ins)
+            except PtxError:
+                raise
+            except Exception as error:
+                raise PtxError(
+                    "kernel %s, PTX line %d: %s cannot be read: %s: %s"
+                    % (self.program.name, ins.line, ins.opcode, type(error).__name__, error)
+                ) from error
+            self.ops.append(operation if ins.pred is None else self._predicated(operation, *ins.pred))
         self._slices = {}
 
     def _predicated(self, operation, name, negate):

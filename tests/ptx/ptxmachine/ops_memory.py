@@ -58,6 +58,8 @@ def space_of(ins):
         name, _, scope = mod.partition("::")
         if name in SPACES and scope in ("", "cta", "entry", "func"):
             return "global" if name == "const" else name
+        if name in SPACES:                                        # shared::cluster
+            raise unknown(ins)
     return "generic"
 
 
@@ -91,6 +93,7 @@ def shape_of(ins):
 
 
 def check_mods(ins, *more):
+    """Refuse modifiers that the machine does not know, and spaces of a cluster."""
     for mod in ins.mods:
         if mod not in HINTS and mod.partition("::")[0] not in SPACES and mod not in more and mod not in SIZES:
             raise PtxError("PTX line %d: unknown modifier .%s in instruction %s" % (ins.line, mod, ins.opcode))

@@ -11,7 +11,7 @@ from functools import lru_cache
 import numpy as np
 
 from . import floats as F
-from .binding import instruction, put, unknown
+from .binding import instruction, unknown
 from .program import definitions
 
 LANE = np.arange(32)

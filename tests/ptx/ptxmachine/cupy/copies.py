@@ -62,13 +62,16 @@ def device_to_device(dst, src, size, stream=None):
     )
 
 
-def host_to_device(dst, host, size, stream=None):
+def host_to_device(dst, host, size, stream=None, pinned=True):
     """Enqueue a copy from pinned memory: its bytes are read when the copy runs."""
     memory, dst_ptr = simulation().machine.memory, int(dst)
     address = host if isinstance(host, int) else getattr(host, "value", None) or int(host)
-    _need_pinned(address, size, "copy to the device")
+    if pinned:
+        _need_pinned(address, size, "copy to the device")
 
     def action():
+        if pinned:
+            _need_pinned(address, size, "copy to the device, memory freed in flight")
         to, state = memory.span(dst_ptr, size)
         to[:] = _host_bytes(address, size)
         state[:] |= WRITTEN
@@ -81,15 +84,18 @@ def host_to_device(dst, host, size, stream=None):
     )
 
 
-def device_to_host(host, src, size, stream=None):
+def device_to_host(host, src, size, stream=None, pinned=True):
     """Enqueue a copy into pinned memory."""
     memory, src_ptr = simulation().machine.memory, int(src)
     address = host if isinstance(host, int) else getattr(host, "value", None) or int(host)
-    _need_pinned(address, size, "copy to the host")
+    if pinned:
+        _need_pinned(address, size, "copy to the host")
 
     def action():
         data, state = memory.span(src_ptr, size)
         check_written(state, "copy to the host")
+        if pinned:
+            _need_pinned(address, size, "copy to the host, memory freed in flight")
         _host_bytes(address, size)[:] = data
 
     simulation().enqueue(

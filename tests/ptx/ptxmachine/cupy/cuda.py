@@ -18,7 +18,7 @@ from .memory import (
     set_allocator,
     using_allocator,
 )
-from .streams import Device, Event, Stream, get_current_stream
+from .streams import Device, Event, ExternalStream, Stream, get_current_stream
 
 memory = _memory
 driver = types.SimpleNamespace(CUDADriverError=_errors.CUDADriverError)
@@ -38,6 +38,7 @@ def get_device_id():
 __all__ = [
     "Device",
     "Event",
+    "ExternalStream",
     "Memory",
     "MemoryPointer",
     "MemoryPool",

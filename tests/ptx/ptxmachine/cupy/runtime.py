@@ -4,7 +4,7 @@ from . import copies
 from .errors import CUDARuntimeError
 from .memory import Memory, alloc_pinned_memory
 from .state import simulation
-from .streams import Device, Stream, default_stream
+from .streams import Device, default_stream, stream_of
 
 memcpyHostToHost, memcpyHostToDevice, memcpyDeviceToHost, memcpyDeviceToDevice, memcpyDefault = range(5)
 is_hip = False
@@ -81,18 +81,9 @@ def freeHost(ptr):
         raise CUDARuntimeError("cudaErrorInvalidValue", "0x%x was not allocated by hostAlloc" % ptr)
 
 
-def _stream_of(handle):
-    if handle == 0:
-        return default_stream()
-    for stream in list(simulation().last) + list(simulation().current_streams.values()):
-        if isinstance(stream, Stream) and stream.ptr == handle:
-            return stream
-    raise CUDARuntimeError("cudaErrorInvalidResourceHandle", "stream 0x%x is not known" % handle)
-
-
 def memcpyAsync(dst, src, size, kind, stream):
     """Asynchronous copy; host memory must be pinned, `kind` must be right."""
-    stream = _stream_of(stream)
+    stream = stream_of(stream)
     if kind == memcpyHostToDevice:
         copies.host_to_device(dst, src, size, stream)
     elif kind == memcpyDeviceToHost:
@@ -103,9 +94,23 @@ def memcpyAsync(dst, src, size, kind, stream):
         raise CUDARuntimeError("cudaErrorInvalidMemcpyDirection", "kind %r" % (kind,))
 
 
+def memcpy(dst, src, size, kind):
+    """Blocking copy on the default stream, from or to any host memory."""
+    stream = default_stream()
+    if kind == memcpyDeviceToDevice:
+        copies.device_to_device(dst, src, size, stream)
+    elif kind == memcpyHostToDevice:
+        copies.host_to_device(dst, src, size, stream, pinned=False)
+    elif kind == memcpyDeviceToHost:
+        copies.device_to_host(dst, src, size, stream, pinned=False)
+    else:
+        raise CUDARuntimeError("cudaErrorInvalidMemcpyDirection", "kind %r" % (kind,))
+    simulation().finish_stream(stream)
+
+
 def memsetAsync(ptr, value, size, stream):
-    copies.memset(ptr, value, size, _stream_of(stream))
+    copies.memset(ptr, value, size, stream_of(stream))
 
 
 def streamSynchronize(stream):
-    _stream_of(stream).synchronize()
+    stream_of(stream).synchronize()

@@ -8,6 +8,7 @@ blocking streams.
 
 import itertools
 import os
+import weakref
 
 from ..faults import Fault
 from ..machine import Machine
@@ -80,6 +81,7 @@ class Simulation:
         self.last_default = {}  # device -> last Operation of the default stream
         self.live = {}  # serial -> pending Operation
         self.default_streams, self.current_streams = {}, {}
+        self.handles = weakref.WeakValueDictionary()  # stream.ptr -> Stream
         self.trace = []  # ("enqueue" | "run", label, stream name)
         self.skips, self.calls = {}, {}
         self.used = {}  # device -> bytes
@@ -198,7 +200,7 @@ class Simulation:
 
     def finish_device(self, device):
         self.check_alive()
-        for stream, op in list(self.last.items()):
+        for stream in list(self.last):
             if stream.device_id == device:
                 self.finish_stream(stream)
 

@@ -146,6 +146,8 @@ class Stream:
         self.name = "default stream" if null else "stream %d" % number
         self.pending_events, self._polls = [], 0
         self._before = []
+        if self.ptr:
+            sim.handles[self.ptr] = self
 
     def __repr__(self):
         return "<Stream %s (device %d)>" % (self.name, self.device_id)
@@ -203,6 +205,23 @@ class Stream:
 
     def add_callback(self, callback, arg=None):
         simulation().enqueue(self, "callback", lambda: callback(self, 0, arg))
+
+
+class ExternalStream:
+    """`ExternalStream(ptr)` is the stream with that handle, for arrays of other libraries."""
+
+    def __new__(cls, ptr, device_id=-1):
+        return stream_of(ptr)
+
+
+def stream_of(handle):
+    """Return the Stream of a handle: 0 and 1 are the default stream."""
+    if handle in (0, 1):
+        return default_stream()
+    stream = simulation().handles.get(handle)
+    if stream is None:
+        raise CUDARuntimeError("cudaErrorInvalidResourceHandle", "stream 0x%x is not known" % handle)
+    return stream
 
 
 def default_stream(device=None):
