@@ -332,7 +332,7 @@ own = {"reset", "simulation", "install", "uninstall", "array", "module", "state"
 missing = [n for n in dir(s) if not n.startswith("_") and n not in own and not hasattr(real, n)]
 pairs = [(s.cuda, real.cuda), (s.cuda.runtime, real.cuda.runtime), (s.ndarray, real.ndarray), (s.RawModule, real.RawModule), (s.RawKernel, real.RawKernel),
          (s.cuda.Stream, real.cuda.Stream), (s.cuda.Event, real.cuda.Event), (s.cuda.Device, real.cuda.Device), (s.cuda.MemoryPool, real.cuda.MemoryPool)]
-helpers = {"types", "copies", "simulation", "Device", "Stream", "Memory", "default_stream", "alloc_pinned_memory", "errors", "name", "non_blocking", "device_id"}
+helpers = {"types", "copies", "simulation", "Device", "Stream", "Memory", "default_stream", "stream_of", "alloc_pinned_memory", "errors", "name", "non_blocking", "device_id"}
 for ours, theirs in pairs:
     missing += ["%%s.%%s" %% (ours.__name__, n) for n in vars(ours) if not n.startswith("_") and n not in helpers and not hasattr(theirs, n)]
 missing += [n for n in ("empty_pinned", "zeros_pinned") if not hasattr(real_x, n)]
