@@ -301,3 +301,15 @@ def test_ldmatrix_rows_must_be_aligned():
             {"a": ("b32", np.zeros(32))},
             {"d": "b32"},
         )
+
+
+def test_fragments_are_decoded_anew_when_lanes_or_registers_change():
+    """Products in a loop that warps leave one by one, with A rewritten in between: each warp gets its own."""
+    code = """.reg .pred %q; .reg .b32 %w, %i, %x; mov.u32 %w, %warpid; mov.u32 %i, 0; mov.b32 %x, %a; mov.f32 %d, 0f00000000; mov.f32 %e, %d; mov.f32 %f, %d; mov.f32 %g, %d;
+              TOP: mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%d,%e,%f,%g}, {%x,%x}, {%a}, {%d,%e,%f,%g};
+              mov.b32 %x, 0x40004000; mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%d,%e,%f,%g}, {%x,%x}, {%a}, {%d,%e,%f,%g};
+              mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%d,%e,%f,%g}, {%x,%x}, {%a}, {%d,%e,%f,%g}; mov.b32 %x, %a;
+              add.u32 %i, %i, 1; setp.lt.u32 %q, %i, %w; @%q bra TOP;"""
+    out = evaluate(code, {"a": ("b32", np.full(128, 0x3C003C00))}, dict.fromkeys("defg", "f32"))
+    for name in "defg":  # 8 + 16 + 16 a trip, max(1, warp) trips
+        same(out[name], np.repeat(np.float32([40, 40, 80, 120]), 32))

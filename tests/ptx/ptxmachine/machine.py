@@ -374,7 +374,7 @@ class Run:
                     return
                 pc = at
                 # Run the instruction itself now that its warps are whole, then go on behind it.
-                self.ready_pc = at
+                self.ready_pc, self.serial = at, self.serial + 1
                 self.ops[at](g)
                 self.ready_pc = -1
                 if self.counters is not None:

@@ -181,13 +181,14 @@ def mma(b, ins):
     reuse = _reusable(run.program)
 
     def matrices(part, warps):
-        if warps is None:
+        # The serial changes with every stretch of code that a group runs: within one, the lanes are the same.
+        if ins.pred is None:
             other = cache.get((reuse.get((ins.pc, part.names)), part.names))
             if other is not None and other[0] == run.serial:
                 cache[ins.pc, part.names] = other
                 return other[1]
         out = part.matrices(warps)
-        if warps is None:
+        if ins.pred is None:
             cache[ins.pc, part.names] = (run.serial, out)
         return out
 
