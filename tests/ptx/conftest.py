@@ -3,7 +3,8 @@ import sys
 
 import pytest
 
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path.insert(0, HERE)
 
 
 def pytest_configure(config):
@@ -11,10 +12,11 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
+    """Leave out this folder's slow tests unless they are asked for."""
     if "slow" in (config.getoption("-m") or ""):
         return
     for item in items:
-        if "slow" in item.keywords:
+        if "slow" in item.keywords and str(item.path).startswith(HERE + os.sep):
             item.add_marker(pytest.mark.skip(reason="slow: ask for it with -m slow"))
 
 

@@ -15,7 +15,7 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import ml_dtypes  # noqa: E402
 import numpy as np  # noqa: E402
 from ptxmachine import cupy  # noqa: E402
-from support import source  # noqa: E402
+from ptxsupport import source  # noqa: E402
 
 SHARED = 4 * 64 * 128 * 2
 

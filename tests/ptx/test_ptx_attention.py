@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from ptxmachine import cupy
-from support import source
+from ptxsupport import source
 
 SHARED = 4 * 64 * 128 * 2
 

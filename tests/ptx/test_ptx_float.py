@@ -5,7 +5,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 from ptxmachine import floats
-from support import bits32, bits64, evaluate, same
+from ptxsupport import bits32, bits64, evaluate, same
 
 INF, NAN = np.inf, bits32(0x7FFFFFFF)[0]  # the one NaN that f32 instructions make
 NAN64 = bits64(0x7FF8000000000000)[0]

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from support import bfloat, evaluate, half, pair, same
+from ptxsupport import bfloat, evaluate, half, pair, same
 
 NAN = 0x7FFF
 INF16, INFB = 0x7C00, 0x7F80

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from ptxmachine import cupy
 from ptxmachine.faults import Fault
-from support import launch
+from ptxsupport import launch
 
 F32 = np.zeros(256, np.float32)
 

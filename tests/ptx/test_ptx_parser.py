@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from ptxmachine.parser import PtxError, parse
-from support import compiled, evaluate, ptx, same
+from ptxsupport import compiled, evaluate, ptx, same
 
 
 def test_scopes_hide_names_and_labels():

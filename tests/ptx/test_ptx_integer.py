@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from ptxmachine.parser import PtxError
-from support import evaluate, same
+from ptxsupport import evaluate, same
 
 MAX, MIN = 2**31 - 1, -(2**31)
 U = 0xFFFFFFFF

@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from support import bits32, bits64, evaluate, half, pair, same
-from test_half import INF16, INFB, NAN, table
+from ptxsupport import bits32, bits64, evaluate, half, pair, same
+from test_ptx_half import INF16, INFB, NAN, table
 
 NAN32 = bits32(0x7FFFFFFF)[0]
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from ptxmachine.faults import Fault
 from ptxmachine.parser import PtxError
-from support import bfloat, bits32, download, evaluate, half, machine, pair, ptx, same, upload
+from ptxsupport import bfloat, bits32, download, evaluate, half, machine, pair, ptx, same, upload
 
 
 def run(body, *arrays, threads=32, blocks=1, shared=0, prologue="", outputs=(), **switches):
@@ -213,7 +213,7 @@ def test_order_of_blocks_changes_the_order_of_float_atomics():
 
 
 def test_assert_and_printf():
-    from support import launch
+    from ptxsupport import launch
 
     text = """extern "C" __device__ void __assertfail(const char*, const char*, unsigned, const char*, size_t);
               extern "C" __global__ void k(int* x) { if (x[threadIdx.x] != 0) __assertfail("x == 0", "k.cu", 1, "k", 1); }"""

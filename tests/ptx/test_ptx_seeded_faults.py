@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from ptxmachine import cupy
 from ptxmachine.faults import Fault
-from support import source
+from ptxsupport import source
 
 MATMUL, ATTENTION = source("matmul.cu"), source("attention_small.cu")
 
@@ -163,3 +163,32 @@ def test_checks_off_find_only_the_wrong_result():
     text = mutate(code_only(ATTENTION), "drop", r"WAIT\(\d\);", 0)
     assert not run_attention(text, 40, 70, check=False)[0]
     assert not run_attention(text, 40, 70, check=False)[1].machine.check
+
+
+# --- the tensor-core attention too ----------------------------------------------------------------
+MMA = source("attention_mma.cu")
+MMA_DROPS = [
+    (pattern, i)
+    for pattern in (r"__syncthreads\(\);", r'asm volatile\("cp\.async\.wait_group 0;"\);')
+    for i in range(len(re.findall(pattern, MMA)))
+]
+
+
+def test_the_list_of_the_tensor_core_kernel_is_whole():
+    assert len(MMA_DROPS) == 5
+
+
+@pytest.mark.parametrize("pattern,number", MMA_DROPS)
+def test_faults_in_the_tensor_core_attention(pattern, number):
+    """Three barriers and two waits of kernels/attention_mma.cu, dropped one at a time."""
+    import ml_dtypes
+
+    text = mutate(code_only(MMA), "drop", pattern, number)
+    cupy.reset(arch="80", memory=1 << 26)
+    q = cupy.asarray(np.random.default_rng(0).standard_normal((1, 130, 128)).astype(ml_dtypes.bfloat16))
+    out, lse = cupy.empty((1, 130, 128), np.float32), cupy.empty((1, 130), np.float32)
+    kernel = cupy.RawModule(code=text).get_function("attention")
+    kernel.max_dynamic_shared_size_bytes = 65536
+    kernel((2, 1), (128,), (q, q, q, out, lse, 130, 130, np.float32(0.1)), shared_mem=65536)
+    with pytest.raises(Fault, match="race"):
+        cupy.cuda.Device().synchronize()

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from ptxmachine.faults import Fault
 from ptxmachine.parser import PtxError
-from support import bits32, download, evaluate, machine, ptx, same, upload
+from ptxsupport import bits32, download, evaluate, machine, ptx, same, upload
 
 # The manual's tables: element i of lane → (row, col), with g = lane/4 and t = lane%4.
 A = {

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from support import launch
+from ptxsupport import launch
 
 F32 = np.zeros(4096, np.float32)
 
@@ -146,7 +146,7 @@ def test_atomics():
 
 
 def test_tensor_share_and_table():
-    from test_attention import run
+    from test_ptx_attention import run
 
     error, sim = run(128, 64, 1, count=True)
     c = sim.machine.counters

@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from ptxmachine import cupy as standin
-from support import HERE
+from ptxsupport import HERE
 
 AXPY = r'extern "C" __global__ void axpy(float a, const float* x, float* y, int n) { int i = blockIdx.x * blockDim.x + threadIdx.x; if (i < n) y[i] += a * x[i]; }'
 

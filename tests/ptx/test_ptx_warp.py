@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from ptxmachine.faults import Fault
-from support import evaluate, same
+from ptxsupport import evaluate, same
 
 LANES = np.arange(32)
 FULL = 0xFFFFFFFF

@@ -1,4 +1,4 @@
-"""Write generated/<kernel>.<toolkit>.sm_<arch>.ptx for the toolkits of the tests: python tests/ptx/generate.py
+"""Write generated/<kernel>.<toolkit>.sm_<arch>.ptx for the toolkits of the tests: python tests/ptx/generate_ptx.py
 
 The files are what the compilers make of our own kernels, so that the machine is tested on the code of several
 toolkits where only one is installed.

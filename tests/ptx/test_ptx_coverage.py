@@ -7,12 +7,12 @@ import re
 from ptxmachine import machine  # noqa: F401 (registers the instructions)
 from ptxmachine.binding import BUILDERS
 from ptxmachine.program import TERMINATORS
-from support import HERE
+from ptxsupport import HERE
 
 TESTS = "\n".join(
     open(path).read()
     for path in sorted(glob.glob(os.path.join(HERE, "test_*.py")))
-    if not path.endswith("test_coverage.py")
+    if not path.endswith("test_ptx_coverage.py")
 )
 
 

@@ -11,7 +11,7 @@ import subprocess
 import numpy as np
 import pytest
 from ptxmachine import cupy
-from support import HERE, source
+from ptxsupport import HERE, source
 
 COMPILER = shutil.which("g++") or shutil.which("c++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")

@@ -1,6 +1,6 @@
 """Code of three toolkits (12.8, 13.0, 13.4) parses, runs and agrees.
 
-generated/ holds what the compilers make of our kernels (see generate.py).  With -m slow the toolkits themselves are
+generated/ holds what the compilers make of our kernels (see generate_ptx.py).  With -m slow the toolkits themselves are
 fetched and compile all kernels anew, for all architectures.
 """
 
@@ -9,7 +9,7 @@ import os
 
 import numpy as np
 import pytest
-from generate import HERE, KERNELS, TOOLKITS, compile_with
+from generate_ptx import HERE, KERNELS, TOOLKITS, compile_with
 from ptxmachine import cupy
 from ptxmachine.machine import Machine, Run
 from ptxmachine.memory import GlobalMemory

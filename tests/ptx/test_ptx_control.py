@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from ptxmachine.faults import Fault, LaunchError
 from ptxmachine.parser import PtxError
-from support import compiled, evaluate, launch, machine, ptx, same
+from ptxsupport import compiled, evaluate, launch, machine, ptx, same
 
 LANES = np.arange(64)
 
