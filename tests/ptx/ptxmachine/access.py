@@ -238,10 +238,10 @@ class Access:
             self.store(name, lanes[at], local, values[at], nbytes, unit, ins)
 
     # --- atomics ----------------------------------------------------------------------------------
-    def atomic(self, space, lanes, address, nbytes, unit, ins, function, count):
+    def atomic(self, space, lanes, address, nbytes, unit, ins, function):
         """Apply `function(old, positions) -> new` lane after lane; return the old values.
 
-        Lanes that hit the same address take turns; `count` says whether the old value is wanted (atom, not red).
+        Lanes that hit the same address take turns.
         """
         run = self.run
         if space == "generic":
@@ -255,7 +255,6 @@ class Access:
                     unit,
                     ins,
                     lambda old, where, at=at: function(old, at[where]),
-                    count,
                 )
                 if out is None:
                     out = np.zeros((len(lanes),) + part.shape[1:], part.dtype)

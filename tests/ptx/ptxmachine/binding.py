@@ -14,7 +14,7 @@ write (a result may share its array with an operand) and must write under `g.whe
 import numpy as np
 
 from .memory import LOCAL_WINDOW, SHARED_WINDOW
-from .parser import SIZES, PtxError
+from .parser import PtxError
 from .program import STORAGE, TYPES
 
 BUILDERS = {}
@@ -53,9 +53,8 @@ class Binder:
     def __init__(self, run):
         self.run, self.registers, self.total = run, run.registers, run.total
         self.carry = np.zeros(run.total, bool)  # the CC flag of add.cc and its like
-        self._zero = {}
 
-    def _view(self, name, dtype, ins_text=""):
+    def _view(self, name, dtype):
         array = self.registers[name]
         size = np.dtype(dtype).itemsize
         if array.dtype == np.bool_ or dtype == np.bool_:
@@ -201,10 +200,6 @@ class Binder:
         if dtype.itemsize < 4:
             return value.view(dtype)[:: 4 // dtype.itemsize]
         raise PtxError("kernel %s: %s as a 64-bit value is not supported" % (run.program.name, name))
-
-
-def size_of(kind):
-    return SIZES[kind]
 
 
 WINDOWS = {"shared": SHARED_WINDOW, "local": LOCAL_WINDOW, "global": 0, "const": 0}

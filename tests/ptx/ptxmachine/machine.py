@@ -115,7 +115,7 @@ class Machine:
         cp_async="late",
         order="forward",
         max_lanes=8192,
-        max_steps=50_000_000,
+        max_steps=10_000_000,
     ):
         if cp_async not in ("late", "early"):
             raise ValueError("cp_async: 'late' or 'early' expected, got %r" % (cp_async,))

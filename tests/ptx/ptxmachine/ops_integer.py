@@ -355,9 +355,7 @@ def funnel_shift(b, ins):
 @instruction("lop3")
 def lop3(b, ins):
     """Any logic function of three: bit (a, b, c) of the immediate, over 0xF0, 0xCC, 0xAA."""
-    only(ins, "b32", "and", "or")
-    if "and" in ins.mods or "or" in ins.mods:
-        raise unknown(ins)
+    only(ins, "b32")
     table = ins.args[4][1] & 0xFF
     x, y, z = (b.source(a, "b32") for a in ins.args[1:4])
     target = b.target(ins.args[0], "b32")

@@ -364,7 +364,7 @@ def atomic(b, ins):
             function = lambda old, at: np.where(old == value[at], new[at], old)
         else:
             function = lambda old, at: combine(old, np.ascontiguousarray(value[at]))
-        old = access.atomic(space, lanes, address(g), nbytes, size, ins, function, bool(targets))
+        old = access.atomic(space, lanes, address(g), nbytes, size, ins, function)
         for i, target in enumerate(targets):
             _give(target, old if count == 1 else old[:, i], g)
 

@@ -79,7 +79,7 @@ class SharedShadow:
         self.floor.reshape(self.blocks, self.warps)[block, who] = self.known[block, who].min(1)
 
     # An access covers `per` granules: index (n,) counts in units of the access, so arrays are viewed (·, per).
-    def _granules(self, array, per, rows=1):
+    def _granules(self, array, per):
         if per == 1:
             return array
         key = (id(array), per)
