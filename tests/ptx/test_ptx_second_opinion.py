@@ -135,3 +135,151 @@ def test_scan_to_the_bit(library, n):
     assert odd[0] == (x & 1).sum()
     for start in range(0, n, 256):
         assert (sums[start : start + 256] == np.cumsum(x[start : start + 256])).all()
+
+
+# --- random expressions ---------------------------------------------------------------------------
+TYPES = {
+    "int": np.int32,
+    "unsigned": np.uint32,
+    "long long": np.int64,
+    "unsigned long long": np.uint64,
+    "float": np.float32,
+    "double": np.float64,
+}
+BITS = {"int": 32, "unsigned": 32, "long long": 64, "unsigned long long": 64}
+
+
+def expression(rng, kind, depth):
+    """Return the text of a random C expression of type `kind` with no undefined behaviour, over a0..a5 (one a type)."""
+    names = list(TYPES)
+    if depth == 0:
+        return "a%d" % names.index(kind)
+    left, right = (lambda k=kind: expression(rng, k, depth - 1)), (lambda k=kind: expression(rng, k, depth - 1))
+    if kind in BITS:
+        unsigned = (
+            kind
+            if "unsigned" in kind
+            else "unsigned " + kind.replace("int", "").strip() if kind != "int" else "unsigned"
+        )
+        wrap = lambda text: "(%s)(%s)" % (kind, text)  # signed overflow is undefined: go by unsigned
+        shift = BITS[kind] - 1
+        choices = [
+            lambda: wrap(
+                "(%s)%s %s (%s)%s" % (unsigned, left(), rng.choice(["+", "-", "*"]), unsigned, right())
+            ),
+            lambda: "(%s %s %s)" % (left(), rng.choice(["&", "|", "^"]), right()),
+            lambda: "(%s >> (%s & %d))" % (left(), right("unsigned"), shift),
+            lambda: wrap("(%s)%s << (%s & %d)" % (unsigned, left(), right("unsigned"), shift)),
+            lambda: "(%s / ((%s & 1023) + 1))" % (left(), right()),
+            lambda: "(%s %% ((%s & 1023) + 1))" % (left(), right()),
+            lambda: "(%s < %s ? %s : ~%s)" % (left(), right(), left(), right()),
+            lambda: "(%s)%s" % (kind, expression(rng, str(rng.choice(list(BITS))), depth - 1)),
+            lambda: "(%s)(short)%s" % (kind, left("int")),
+            lambda: "(%s)(unsigned char)%s" % (kind, left("int")),
+            lambda: "(%s)(signed char)(%s >> 3)" % (kind, left("int")),
+            lambda: "(%s)__popc((unsigned)%s)" % (kind, left("unsigned")),
+            lambda: "(%s)__clz((int)%s)" % (kind, left("int")),
+            lambda: "(%s)(long long)(%s %s %s)"
+            % (kind, left("float"), rng.choice(["<", "<=", "==", "!="]), right("float")),
+        ]
+    else:
+        suffix = "f" if kind == "float" else ""
+        choices = [
+            lambda: "(%s %s %s)" % (left(), rng.choice(["+", "-", "*"]), right()),
+            lambda: "(%s / (%s * %s + (%s)1))" % (left(), (x := right()), x, kind),
+            lambda: "fma%s(%s, %s, %s)" % (suffix, left(), right(), left()),
+            lambda: "sqrt%s(fabs%s(%s))" % (suffix, suffix, left()),
+            lambda: "(%s > %s ? %s : -%s)" % (left(), right(), left(), right()),
+            lambda: "(%s)%s" % (kind, expression(rng, str(rng.choice(list(BITS))), depth - 1)),
+            lambda: "(%s)%s" % (kind, expression(rng, "double" if kind == "float" else "float", depth - 1)),
+            lambda: "floor%s(%s)" % (suffix, left()),
+        ]
+    return choices[rng.integers(len(choices))]()
+
+
+def random_kernel(seed, count=24):
+    rng = np.random.default_rng(seed)
+    names = list(TYPES)
+    kinds = [names[i % len(names)] for i in range(count)]
+    loads = "".join("  const %s a%d = p%d[i];\n" % (k, j, j) for j, k in enumerate(names))
+    stores = "".join(
+        "  { %s r = %s; memcpy(&out[%d * n + i], &r, sizeof r); }\n" % (k, expression(rng, k, 4), j)
+        for j, k in enumerate(kinds)
+    )
+    params = (
+        ", ".join("const %s* p%d" % (k, j) for j, k in enumerate(names)) + ", unsigned long long* out, int n"
+    )
+    head = 'extern "C" __global__ void __launch_bounds__(256) random_kernel(%s) {\n' % params
+    return (
+        head + "  const int i = threadIdx.x;\n  if (i >= n) return;\n" + loads + stores + "}\n",
+        params,
+        kinds,
+    )
+
+
+@pytest.mark.parametrize("seed", [0, 1] + [pytest.param(s, marks=pytest.mark.slow) for s in range(2, 30)])
+def test_random_expressions_to_the_bit(seed, tmp_path):
+    """Integers of all widths, float and double: what NVRTC and the machine make of it equals what the C++ compiler does."""
+    text, params, kinds = random_kernel(seed)
+    n, rng = 200, np.random.default_rng(100 + seed)
+    inputs = []
+    for kind, dtype in TYPES.items():
+        if kind in BITS:
+            info = np.iinfo(dtype)
+            x = rng.integers(info.min, info.max, n, dtype=dtype, endpoint=True)
+            x[:8] = np.array([0, 1, 2, 255, info.max, info.max - 1, info.min, info.min + 1], dtype)
+            x[8:60] = rng.integers(0, 100, 52).astype(dtype)
+        else:
+            x = (rng.standard_normal(n) * 10.0 ** rng.integers(-3, 5, n)).astype(dtype)
+            x[:4] = [0.0, 1.0, -1.0, 0.5]
+        inputs.append(x)
+    out = np.zeros((len(kinds), n), np.uint64)
+    (tmp_path / "k.cu").write_text(text)
+    names = ", ".join(["p%d" % i for i in range(len(TYPES))] + ["out", "n"])
+    (tmp_path / "k.cpp").write_text(
+        '#include "fibers.h"\n#include "k.cu"\nextern "C" void launch(unsigned gx, unsigned gy, unsigned bx, unsigned by, int reverse, %s) {\n'
+        "  fibers::run({gx, gy, 1}, {bx, by, 1}, reverse, [&] { random_kernel(%s); });\n}\n" % (params, names)
+    )
+    target = str(tmp_path / "k.so")
+    subprocess.run(
+        [
+            COMPILER,
+            "-std=c++17",
+            "-O1",
+            "-fwrapv",
+            "-ffp-contract=off",
+            "-shared",
+            "-fPIC",
+            "-w",
+            "-I",
+            os.path.join(HERE, "kernels"),
+            str(tmp_path / "k.cpp"),
+            "-o",
+            target,
+        ],
+        check=True,
+    )
+    host = on_host(ctypes.CDLL(target).launch, (1, 1), (256, 1), [*inputs, out, n], False)[-1]
+    cupy.reset(arch="80", memory=1 << 24)
+    device = cupy.zeros(out.shape, np.uint64)
+    cupy.RawModule(code=text, options=("-fmad=false",)).get_function("random_kernel")(
+        (1,), (256,), (*(cupy.asarray(x) for x in inputs), device, n)
+    )
+    machine = device.get()
+    for row, kind in enumerate(kinds):
+        ours, theirs = (
+            x[row].view(TYPES[kind])[:: 8 // np.dtype(TYPES[kind]).itemsize] for x in (machine, host)
+        )
+        equal = (
+            (ours == theirs) | (np.isnan(ours) & np.isnan(theirs))
+            if kind in ("float", "double")
+            else ours == theirs
+        )
+        at = np.flatnonzero(~equal)
+        assert not len(at), "row %d (%s): machine %r, host %r for lane %d" % (
+            row,
+            kind,
+            ours[at[0]],
+            theirs[at[0]],
+            at[0],
+        )
