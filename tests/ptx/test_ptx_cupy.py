@@ -275,7 +275,9 @@ def test_blocking_copies_and_foreign_streams(cupy):
     runtime.memcpy(back.ctypes.data, x.data.ptr, 32, runtime.memcpyDeviceToHost)
     assert (back == host).all()
     stream = cupy.cuda.Stream()
-    assert cupy.cuda.ExternalStream(stream.ptr) is stream and cupy.cuda.ExternalStream(0) is cupy.cuda.Stream.null
+    assert (
+        cupy.cuda.ExternalStream(stream.ptr) is stream and cupy.cuda.ExternalStream(0) is cupy.cuda.Stream.null
+    )
     with pytest.raises(runtime.CUDARuntimeError, match="is not known"):
         cupy.cuda.ExternalStream(0x123)
     x.data.memset_async(0, 16, stream)
@@ -295,7 +297,7 @@ def test_memory_comes_back_for_ever():
     cupy = standin
     cupy.reset(arch="80", memory=1 << 24)
     keep = cupy.full(1000, 7, np.uint8)
-    for i in range(60):                                  # fifteen times the device
+    for i in range(60):  # fifteen times the device
         x = cupy.full(1 << 22, i, np.uint8)
         assert x.get()[0] == i
         del x

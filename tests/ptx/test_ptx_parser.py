@@ -79,12 +79,22 @@ def test_an_instruction_that_cannot_be_bound_is_named():
 
 @pytest.mark.parametrize(
     "text",
-    ("barrier.cluster.arrive;", "ld.shared::cluster.u32 %d, [%a];", "mbarrier.init.shared.b64 [%a], 1;", "wgmma.fence.sync.aligned;",
-     "shfl.up.b32 %d, %a, 1, 0;", "setmaxnreg.inc.sync.aligned.u32 40;", "mov.u32 %d, %clock;", "tex.1d.v4.s32.s32 %d, %a;"),
+    (
+        "barrier.cluster.arrive;",
+        "ld.shared::cluster.u32 %d, [%a];",
+        "mbarrier.init.shared.b64 [%a], 1;",
+        "wgmma.fence.sync.aligned;",
+        "shfl.up.b32 %d, %a, 1, 0;",
+        "setmaxnreg.inc.sync.aligned.u32 40;",
+        "mov.u32 %d, %clock;",
+        "tex.1d.v4.s32.s32 %d, %a;",
+    ),
 )
 def test_what_is_not_there_is_refused_by_name(text):
     """Never skipped: the instruction (or special register) and its line are in the message."""
-    with pytest.raises(PtxError, match=text.split()[0].rstrip(";").replace(".", r"\.") if "clock" not in text else "%clock"):
+    with pytest.raises(
+        PtxError, match=text.split()[0].rstrip(";").replace(".", r"\.") if "clock" not in text else "%clock"
+    ):
         evaluate(text + " mov.u32 %d, 1;", {"a": ("u32", [0])}, {"d": "u32"})
 
 

@@ -310,6 +310,27 @@ def test_pointers_in_structs_and_numbers_count_too(two):
             kernel((1,), (64,), (args(z, x),))
 
 
+@pytest.mark.parametrize(
+    "params,body,written",
+    [
+        ("const float* a, float* b, int n", "b[n] = a[n];", {1}),
+        ("float* a, float* b, int n", "float* p = n > 3 ? a : b; p[threadIdx.x] = 1;", {0, 1}),
+        ("float* a, float* b, int n", "for (int i = 0; i < n; i++, b += 4) atomicAdd(b, a[i]);", {1}),
+        ("int* a, float* b, int n", "b[a[n]] = 1;", {1}),
+        ("float** a, float* b, int n", "a[n][0] = b[n];", None),
+        ("const float* a, float* b, int n", "float t[4]; t[n] = a[0]; if (t[n & 3] > 5) b[0] = 1;", {1}),
+    ],
+)
+def test_what_a_kernel_writes_is_read_off_its_code(params, body, written):
+    from ptxmachine.cupy.module import written_parameters
+
+    cupy.reset(arch="80", memory=1 << 24)
+    module = cupy.RawModule(code='extern "C" __global__ void k(%s) { %s }' % (params, body))
+    module.get_function("k")
+    found = written_parameters(module._load().program("k"))
+    assert (found if found is None else {i for i, _ in found} & {0, 1}) == written
+
+
 def test_pinned_memory_is_part_of_it(two):
     a, b, x, y, _, _ = two
     host = pinned(np.zeros(64))

@@ -272,7 +272,10 @@ class Run:
                     continue
                 builder = BUILDERS.get(ins.op)
                 if builder is None:
-                    raise PtxError("kernel %s, PTX line %d: unknown instruction %s" % (self.program.name, ins.line, ins.opcode))
+                    raise PtxError(
+                        "kernel %s, PTX line %d: unknown instruction %s"
+                        % (self.program.name, ins.line, ins.opcode)
+                    )
                 operation = builder(binder, ins)
             except PtxError:
                 raise

@@ -58,7 +58,7 @@ def space_of(ins):
         name, _, scope = mod.partition("::")
         if name in SPACES and scope in ("", "cta", "entry", "func"):
             return "global" if name == "const" else name
-        if name in SPACES:                                        # shared::cluster
+        if name in SPACES:  # shared::cluster
             raise unknown(ins)
     return "generic"
 

@@ -340,8 +340,9 @@ def _whole(ptr):
 def written_parameters(program):
     """Return {(parameter, byte)} whose pointers the kernel may store through, or None if it cannot be told.
 
-    Follows every register back to the parameters it is made of, whatever the path; loads from memory end a trail, and
-    a store through a pointer that was itself loaded leaves the question open.
+    Follows every register back to what it is made of, whatever the path: (i, byte) is a value of parameter i, ("at",
+    i, byte) the address of one (byte None: anywhere in it), "memory" a loaded value.  A store through a pointer that
+    was itself loaded leaves the question open.
     """
     if hasattr(program, "written_parameters"):
         return program.written_parameters
@@ -350,46 +351,45 @@ def written_parameters(program):
 
     def trail(operand):
         if operand[0] == "s":
-            return (
-                {(index[operand[1]], None)}
-                if operand[1] in index
-                else (
-                    {("variable", operand[1])}
-                    if operand[1] in program.module.variables or operand[1] in program.function.variables
-                    else set()
-                )
-            )
+            return {("at", index[operand[1]], operand[2])} if operand[1] in index else set()
         return set().union(*(origin.get(name, set()) for name in registers_of(operand)))
+
+    def results_of(ins, results):
+        """Return one set a result."""
+        if ins.op == "ld" and space_of(ins) == "param":
+            base, offset = ins.args[1][1], ins.args[1][2]
+            size, found = SIZES[ins.mods[-1]], [set() for _ in results]
+            for key in trail(base):
+                if isinstance(key, tuple) and key[0] == "at":
+                    for n, one in enumerate(found):
+                        one.add((key[1], None if key[2] is None else key[2] + offset + size * n))
+            return found
+        if ins.op in ("ld", "ldu", "ldmatrix", "atom"):
+            return [{"memory"}] * len(results)
+        found = set().union(*(trail(a) for a in ins.args[1:])) if len(ins.args) > 1 else set()
+        addresses = {key for key in found if isinstance(key, tuple) and key[0] == "at"}
+        if addresses and ins.op == "add" and ins.args[2][0] == "i" and len(addresses) < 32:
+            moved = {(k, i, None if byte is None else byte + ins.args[2][1]) for k, i, byte in addresses}
+        else:
+            moved = addresses if ins.op in ("mov", "cvta") else {(k, i, None) for k, i, _ in addresses}
+        return [(found - addresses) | moved] * len(results)
 
     changed = True
     while changed:
         changed = False
         for ins in program.code:
-            if ins.op in ("bra", "call") or not ins.args:
-                continue
-            results, _ = definitions(ins)
-            if ins.op == "ld" and space_of(ins) == "param":
-                base = ins.args[1][1]
-                if base[0] == "s" and base[1] in index:
-                    size = SIZES[ins.mods[-1]]
-                    sets = [{(index[base[1]], ins.args[1][2] + size * n)} for n in range(len(results))]
-                else:
-                    sets = [{(key[0], None) for key in trail(base)}] * len(results)
-            elif ins.op in ("ld", "ldu", "ldmatrix", "atom"):
-                sets = [{"memory"}] * len(results)
-            else:
-                found = set().union(*(trail(a) for a in ins.args[1:])) if len(ins.args) > 1 else set()
-                sets = [found] * len(results)
-            for name, new in zip(results, sets):
-                old = origin.setdefault(name, set())
-                if not new <= old:
-                    old |= new
-                    changed = True
+            if ins.op not in ("bra", "call") and ins.args:
+                results, _ = definitions(ins)
+                for name, new in zip(results, results_of(ins, results)):
+                    old = origin.setdefault(name, set())
+                    if not new <= old:
+                        old |= new
+                        changed = True
     written = set()
     for ins in program.code:
         if ins.op in ("st", "atom", "red") and space_of(ins) in ("global", "generic"):
             found = trail(ins.args[1 if ins.op == "atom" else 0][1])
-            keys = {key for key in found if isinstance(key, tuple) and isinstance(key[0], int)}
+            keys = {key for key in found if isinstance(key, tuple) and key[0] != "at"}
             if not keys and "memory" in found:
                 written = None
                 break
