@@ -84,7 +84,8 @@ class Toolkit:
 
 def _in_folder(root):
     """Return the Toolkit whose wheels lie in `root` (a site-packages or --target folder), or None."""
-    libraries = sorted(glob.glob(os.path.join(root, "nvidia", "*", "lib", "libnvrtc.so.*")), reverse=True)
+    libraries = glob.glob(os.path.join(root, "nvidia", "*", "lib", "libnvrtc.so.*"))
+    libraries.sort(key=lambda path: [int(n) for n in re.findall(r"\d+", path.rpartition(".so.")[2])], reverse=True)
     if not libraries:
         return None
     includes = sorted(glob.glob(os.path.join(root, "nvidia", "*", "include")))
