@@ -1,0 +1,1 @@
+"""A machine that runs PTX with no GPU: parser, machine, memory with sanitiser, counters, CuPy stand-in."""
