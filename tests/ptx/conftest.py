@@ -3,21 +3,7 @@ import sys
 
 import pytest
 
-HERE = os.path.dirname(os.path.abspath(__file__))
-sys.path.insert(0, HERE)
-
-
-def pytest_configure(config):
-    config.addinivalue_line("markers", "slow: long sweeps, not in the default run")
-
-
-def pytest_collection_modifyitems(config, items):
-    """Leave out this folder's slow tests unless they are asked for."""
-    if "slow" in (config.getoption("-m") or ""):
-        return
-    for item in items:
-        if "slow" in item.keywords and str(item.path).startswith(HERE + os.sep):
-            item.add_marker(pytest.mark.skip(reason="slow: ask for it with -m slow"))
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
 
 @pytest.fixture

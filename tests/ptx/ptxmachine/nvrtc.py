@@ -116,7 +116,7 @@ def default_toolkit():
                     library, [os.path.join(root, "include"), os.path.join(root, "include", "cccl")]
                 )
                 return _default
-        raise CompileError("nvrtc: no libnvrtc found; pip install -r tests/ptx/requirements.txt")
+        raise CompileError("nvrtc: no libnvrtc found; pip install burstmpi[test]")
     return _default
 
 
