@@ -256,6 +256,9 @@ static void backward_worker(call *c, int thread, arena scratch)
             memset(w.dk, 0, strips_size(keys, b->d) * sizeof(REAL));
             memset(w.dv, 0, strips_size(keys, b->dim_v) * sizeof(REAL));
             for (int64_t i = 0; i < n; i++) {
+                prefetch_tile(c, batch, head / share, index + 1, i, n);
+                prefetch_rows(&b->dk, c, batch, head / share, index, b->d * (int64_t)sizeof(REAL), i, n);
+                prefetch_rows(&b->dv, c, batch, head / share, index, b->dim_v * (int64_t)sizeof(REAL), i, n);
                 computed += backward_tile(&w.panels[i], &w, b);
                 if (!carry_on(c, thread)) break;
             }

@@ -87,10 +87,30 @@ INLINE word load_row_typed(const char *src, int64_t step, int64_t n, REAL *dst, 
     return top;
 }
 
+/* The caller's type is REAL and a row is dense: whole vectors. */
+INLINE int load_row_same(const REAL *src, int64_t n, REAL *dst)
+{
+    int64_t c = 0;
+    ivec top = (ivec){0};
+    for (; c + LANES <= n; c += LANES) {
+        const vec x = loadu(src + c);
+        const ivec size = (ivec)x & (ivec)splat(INFINITY); /* the exponent: all ones for infinities and NaN */
+        top |= size == (ivec)splat(INFINITY);
+        storeu(dst + c, x);
+    }
+    int wild = any(top);
+    for (; c < n; c++) {
+        dst[c] = src[c];
+        wild |= magnitude(src[c]) >= INFINITE;
+    }
+    return wild;
+}
+
 /* dst[0..n) = src; returns whether an infinity or a NaN is among them. */
-NOINLINE int load_row(const char *src, int64_t step, int64_t n, REAL *restrict dst, int type)
+INLINE int load_row(const char *src, int64_t step, int64_t n, REAL *restrict dst, int type)
 {
     word top;
+    if (step == sizeof(REAL) && type == (int)TYPE_OF_REAL) return load_row_same((const REAL *)src, n, dst);
     if (step != SIZE_OF_TYPE[type])
         top = load_row_typed(src, step, n, dst, type, 0);
     else if (type == BURST_F64)

@@ -75,7 +75,7 @@ NOINLINE void open_panel(panel *p, forward_room *w, const call *c, int64_t batch
     memset(p->out, 0, ROUND_UP(b->dim_v, KR) * NR * sizeof(REAL));
     p->unset = 0;
     for (int i = 0; i < NR; i++) {
-        const REAL lse = b->first || i >= p->count ? (REAL)-INFINITY : *entry_at(&b->lse, batch, head, p->row + i);
+        const REAL lse = i >= p->count ? 0 : b->first ? (REAL)-INFINITY : *entry_at(&b->lse, batch, head, p->row + i);
         const int none = lse == (REAL)-INFINITY;
         const double exact = (double)lse * LOG2E;
         p->top[i] = (REAL)exact;
@@ -185,6 +185,7 @@ INLINE int waits_for(const panel *p, const key_tile *t)
     return 0;
 }
 
+/* Returns how many counted tiles it computed. */
 NOINLINE int forward_tile(panel *p, forward_room *w, const burst_block *b)
 {
     const key_tile *t = &w->tile;
@@ -218,7 +219,7 @@ NOINLINE int forward_tile(panel *p, forward_room *w, const burst_block *b)
                             t->pos + from * KR);
     else
         add_panel(values, t->chunk_stride, w->p, (to - from) * KR, p->out, b->dim_v);
-    return 1;
+    return (int)((to * KR - 1) / BURST_KEYS_BACKWARD - from * KR / BURST_KEYS_BACKWARD + 1);
 }
 
 static void forward_worker(call *c, int thread, arena scratch)
@@ -243,7 +244,8 @@ static void forward_worker(call *c, int thread, arena scratch)
             if (c->tile_max[index] < low || c->tile_min[index] >= high) continue;
             load_tile(&w.tile, c, batch, head / share, index, 0);
             for (int64_t i = 0; i < n; i++) {
-                if (forward_tile(&w.panels[i], &w, b)) computed += ROUND_UP(w.tile.live, BURST_KEYS_BACKWARD) / BURST_KEYS_BACKWARD;
+                prefetch_tile(c, batch, head / share, index + 1, i, n);
+                computed += forward_tile(&w.panels[i], &w, b);
                 if (!carry_on(c, thread)) break;
             }
         }

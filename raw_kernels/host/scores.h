@@ -7,11 +7,12 @@
 
 #include "products.h"
 
-/* What the lanes of a panel are and see.  A lane without a row has lo > hi. */
+/* What the lanes of a panel are and see.  A lane without a row is idle and has lo > hi. */
 typedef struct {
     INT *lo, *hi, *at;                       /* [NR] */
-    INT lo_min, lo_max, hi_min, hi_max;      /* over the lanes */
+    INT lo_min, lo_max, hi_min, hi_max;      /* over the rows */
     REAL slope;                              /* ALiBi, times log2(e) */
+    int idle;                                /* some lanes are */
 } lanes;
 
 typedef struct {

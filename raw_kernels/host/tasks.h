@@ -16,7 +16,7 @@
 #include <xmmintrin.h>
 #endif
 
-#include "abi.h"
+#include "convert.h"
 #include "scores.h"
 
 #define ALIGNMENT 128
@@ -43,7 +43,7 @@ INLINE void *take(arena *a, int64_t bytes)
 /* ---------------------------------------------------------------- a call */
 
 #ifndef BURST_PANELS
-#define BURST_PANELS 8 /* panels of a group: a packed tile of keys serves that many */
+#define BURST_PANELS 16 /* panels of a group: a packed tile of keys serves that many */
 #endif
 
 typedef struct {
@@ -59,13 +59,14 @@ typedef struct {
     int64_t heard;                /* when progress was called last, ns */
 } call;
 
-/* Fewer panels a group where there would be few tasks, or where panels are large. */
-INLINE int64_t group_panels_of(const burst_block *b)
+/* Fewer panels a group where there would be few tasks, or where panels are large.  Forward gives the same bits with
+ * any grouping, so it may look at the number of threads; backward must not. */
+INLINE int64_t group_panels_of(const burst_block *b, int backward)
 {
-    const int64_t panels = ROUND_UP(b->rows_q, NR) / NR;
-    const int64_t room = (int64_t)1 << 20, panel_bytes = (b->d + b->dim_v) * NR * (int64_t)sizeof(REAL);
+    const int64_t panels = ROUND_UP(b->rows_q, NR) / NR, enough = backward ? 16 : 4 * b->threads;
+    const int64_t room = (int64_t)1 << 20, panel_bytes = (b->d + b->dim_v) * NR * (int64_t)sizeof(REAL) * (1 + backward);
     int64_t n = MIN(BURST_PANELS, MAX(1, room / panel_bytes));
-    while (n > 1 && b->batch * b->heads * ROUND_UP(panels, n) / n < 32) n /= 2;
+    while (n > 1 && b->batch * b->heads * (ROUND_UP(panels, n) / n) < enough) n /= 2;
     return n;
 }
 
@@ -74,7 +75,7 @@ INLINE void plan_call(call *c, burst_block *b, int64_t tile_keys, int backward, 
     c->b = b;
     c->tile_keys = tile_keys;
     c->panels = ROUND_UP(b->rows_q, NR) / NR;
-    c->group_panels = group_panels_of(b);
+    c->group_panels = group_panels_of(b, backward);
     c->groups = ROUND_UP(c->panels, c->group_panels) / c->group_panels;
     c->tiles = ROUND_UP(b->rows_k, tile_keys) / tile_keys;
     c->tasks = b->batch * b->heads * c->groups;
@@ -204,7 +205,8 @@ INLINE void take_lanes(arena *a, lanes *q)
     q->at = TAKE(a, INT, NR);
 }
 
-/* Rows row .. row + count of the block become lanes; the other lanes see nothing. */
+/* Rows row .. row + count of the block become lanes.  The others are idle: they see nothing, and hold zeros that do no
+ * harm where a tile is full for all rows, so that only the rows decide what is full. */
 INLINE void set_lanes(lanes *q, const burst_block *b, int64_t head, int64_t row, int count)
 {
     for (int i = 0; i < NR; i++) {
@@ -214,12 +216,13 @@ INLINE void set_lanes(lanes *q, const burst_block *b, int64_t head, int64_t row,
     }
     q->lo_min = q->lo_max = q->lo[0];
     q->hi_min = q->hi_max = q->hi[0];
-    for (int i = 1; i < NR; i++) {
+    for (int i = 1; i < count; i++) {
         q->lo_min = MIN(q->lo_min, q->lo[i]);
         q->lo_max = MAX(q->lo_max, q->lo[i]);
         q->hi_min = MIN(q->hi_min, q->hi[i]);
         q->hi_max = MAX(q->hi_max, q->hi[i]);
     }
+    q->idle = count < NR;
     q->slope = b->slopes ? (REAL)(b->slopes[head] * LOG2E) : 0;
 }
 
@@ -309,10 +312,32 @@ NOINLINE void load_tile(key_tile *t, const call *c, int64_t batch, int64_t head,
     }
 }
 
+/* Ask for part `part` of `parts` of a tile's rows to come into L2: spread over the panels, so that the next tile is
+ * there when it is packed.  Rows of one head lie far apart, and the hardware does not guess them. */
+INLINE void prefetch_rows(const burst_array *x, const call *c, int64_t batch, int64_t head, int64_t index, int64_t bytes,
+                          int64_t part, int64_t parts)
+{
+    const int64_t first = index * c->tile_keys, live = MIN(c->tile_keys, c->b->rows_k - first);
+    for (int64_t i = live * part / parts; i < live * (part + 1) / parts; i++) {
+        const char *row = row_at(x, batch, first + i, head);
+        for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(row + at, 0, 2);
+    }
+}
+
+INLINE void prefetch_tile(const call *c, int64_t batch, int64_t head, int64_t index, int64_t part, int64_t parts)
+{
+    const burst_block *b = c->b;
+    const int64_t size = SIZE_OF_TYPE[b->type];
+    if (index >= c->tiles) return;
+    if (b->k.step[3] == size) prefetch_rows(&b->k, c, batch, head, index, b->d * size, part, parts);
+    if (b->v.step[3] == size) prefetch_rows(&b->v, c, batch, head, index, b->dim_v * size, part, parts);
+}
+
 INLINE enum sight block_sight(const key_tile *t, const lanes *q, int64_t block)
 {
     const enum sight s = sight_of(q, t->block_min[block], t->block_max[block]);
-    return s == FULL && (block + 1) * KR > t->live ? CUT : s;
+    const int padded = (block + 1) * KR > t->live, wild = q->idle && (t->wild_k || t->wild_v); /* 0 * NaN is no zero */
+    return s == FULL && (padded || wild) ? CUT : s;
 }
 
 /* The blocks that a panel must compute: [*from, *to); *full tells that no lane misses any key of them. */
