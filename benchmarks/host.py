@@ -19,7 +19,7 @@ import statistics
 import time
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_AMX")
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 import ml_dtypes  # noqa: E402
 import numpy as np  # noqa: E402

@@ -74,8 +74,10 @@ def backward(backend, dout, q, k, v, out, lse, *, cuts=(), tally=None, **options
     return dq, dk, dv
 
 
-def naive(dout, q, k, v, **options):
+def naive(dout, q, k, v, *, narrow=False, **options):
     """Dense attention and gradients with every array in the accumulator's type: what rounding alone costs.
+
+    narrow : P and dS are rounded to q's type before they are multiplied, as tensor units want them
 
     Returns out, lse, dq, dk, dv, and what one rounding of dP costs in dq and dk: with few keys dP - delta cancels,
     and a lucky naive run says nothing.
@@ -103,13 +105,15 @@ def naive(dout, q, k, v, **options):
         lse = safe + np.log(total)
     p = np.exp(s - np.where(np.isneginf(lse), np.inf, lse)[..., None].astype(acc))
     vt, dt = vv.transpose(0, 2, 1, 3), dout.transpose(0, 2, 1, 3)
-    out = np.matmul(p, vt)
+    factor = (lambda x: x.astype(own).astype(acc)) if narrow else (lambda x: x)
+    out = np.matmul(factor(p), vt)
     delta = (out.astype(own).astype(acc) * dt).sum(axis=3)  # backward gets out as the caller's type holds it
-    ds = p * (np.matmul(dt, vt.swapaxes(2, 3)) - delta[..., None]) * slope * acc.type(scores.scale)
+    ds = p * (np.matmul(dt, vt.swapaxes(2, 3)) - delta[..., None]) * slope
+    ds = factor(ds) * acc.type(scores.scale)
     fold = lambda x: x.reshape(x.shape[0], -1, group, *x.shape[2:]).sum(axis=2).transpose(0, 2, 1, 3)  # noqa: E731
     dq = np.matmul(ds, kk.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3)
     dk = fold(np.matmul(ds.swapaxes(2, 3), q.transpose(0, 2, 1, 3)))
-    dv = fold(np.matmul(p.swapaxes(2, 3), dt))
+    dv = fold(np.matmul(factor(p).swapaxes(2, 3), dt))
     noise = np.finfo(acc).eps / 2 * scores.scale * rms(dout) * rms(v) * v.shape[3] ** 0.5
     few = lambda x, axis: noise * float(np.sqrt((p.astype(np.float64) ** 2).sum(axis=axis).mean())) * rms(x)  # noqa: E731
     return out.transpose(0, 2, 1, 3), lse, dq, dk, dv, (few(k, 3), few(q, 2))

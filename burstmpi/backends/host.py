@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -28,17 +30,23 @@ IDLE = 20_000_000  # ns, where nobody waits for it and only signals are to be se
 # -ffp-contract: products become FMA wherever there is one.  No -ffast-math: infinities and NaN mean something here.
 BASE_FLAGS = ["-std=gnu11", "-O3", "-fPIC", "-shared", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
 
+_AVX512 = ["-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl", "-mfma", "-mprefer-vector-width=512", "-DBURST_AVX512"]
+_AMX = ["-mamx-tile", "-mamx-bf16", "-mavx512bf16", "-DBURST_AMX", "-DBURST_KEYS_FORWARD=256", "-DBURST_KEYS_BACKWARD=128"]
+
 # name: (what /proc/cpuinfo must list, compiler flags), fastest first
 ISAS = {
-    "avx512": (
-        ("avx512f", "avx512dq", "avx512bw", "avx512vl", "avx2", "fma"),
-        ["-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl", "-mfma", "-mprefer-vector-width=512", "-DBURST_AVX512"],
+    "amx": (
+        ("avx512f", "avx512dq", "avx512bw", "avx512vl", "avx2", "fma", "avx512_bf16", "amx_tile", "amx_bf16"),
+        [*_AVX512, *_AMX, "-DBURST_EXP2_DEGREE=5"],
     ),
+    "avx512": (("avx512f", "avx512dq", "avx512bw", "avx512vl", "avx2", "fma"), _AVX512),
     "avx2": (("avx2", "fma"), ["-mavx2", "-mfma", "-DBURST_AVX2"]),
     "portable": ((), []),
 }
+NARROW = {"amx": "avx512"}  # AMX is for bfloat16; other types take the next instruction set
 
 
+@cache
 def cpu_flags() -> frozenset:
     """Instruction sets that the CPU has and the system saves, from /proc/cpuinfo; none where there is no such file."""
     try:
@@ -51,9 +59,21 @@ def cpu_flags() -> frozenset:
     return frozenset()
 
 
+@cache
+def tiles_permitted() -> bool:
+    """Ask the kernel for AMX's tile registers; each process must, before it touches them."""
+    if platform.machine() != "x86_64" or platform.system() != "Linux":
+        return False
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
+    return ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
+
+
 def missing(isa: str) -> list[str]:
-    """What this CPU lacks for an instruction set of ``ISAS``."""
-    return sorted(set(ISAS[isa][0]) - cpu_flags())
+    """What this CPU or system lacks for an instruction set of ``ISAS``."""
+    lacks = sorted(set(ISAS[isa][0]) - cpu_flags())
+    if isa == "amx" and not lacks and not tiles_permitted():
+        lacks = ["permission for tile registers"]
+    return lacks
 
 
 def available() -> list[str]:
@@ -183,10 +203,13 @@ class HostBackend(NumpyBackend):
         if missing(isa):
             raise ValueError(f"BURSTMPI_ISA: this CPU has no {', '.join(missing(isa))}, so {isa!r} cannot run")
         self.isa, self.threads, self._extra = isa, threads or threads_here(), tuple(extra_flags)
-        _library(isa, False, self._extra)  # now rather than in the first call: choose() must know whether it works
+        self._of(np.float32)  # now rather than in the first call: choose() must know whether it works
 
-    def _of(self, accumulator) -> _Library:
-        return _library(self.isa, accumulator == np.float64, self._extra)
+    def _of(self, dtype) -> _Library:
+        """The kernels for arrays of that type."""
+        dtype = np.dtype(dtype)
+        isa = self.isa if dtype.name == "bfloat16" else NARROW.get(self.isa, self.isa)
+        return _library(isa, dtype == np.float64, self._extra)
 
     # ------------------------------------------------------------ sizes
 
@@ -194,11 +217,11 @@ class HostBackend(NumpyBackend):
         """What the kernels cut their tiles from, all threads together: told by the code that cuts it."""
         block = _Block(threads=self.threads, rows_q=rows_q, rows_k=rows_k)
         _sizes(block, dims)
-        return self._of(dims.accumulator).scratch_bytes(block, backward)
+        return self._of(dims.dtype).scratch_bytes(block, backward)
 
     def tile_count(self, dims: Dims, rows_q: int, rows_k: int) -> int:
         """Pairs of a panel of queries and a tile of keys, over batch and heads."""
-        library = self._of(dims.accumulator)
+        library = self._of(dims.dtype)
         return dims.batch * dims.heads * -(-rows_q // library.tile_rows) * -(-rows_k // library.tile_keys)
 
     # ------------------------------------------------------------ verbs
@@ -208,7 +231,7 @@ class HostBackend(NumpyBackend):
         batch, rows, heads, width = dout.shape
         block = _Block(batch=batch, rows_q=rows, heads=heads, dim_v=width, type=TYPES[dout.dtype.name])
         block.dout, block.final, block.delta = _array(dout), _array(out), _vector(delta)
-        self._of(delta.dtype).delta(block)
+        self._of(dout.dtype).delta(block)
 
     def attend(self, q, k, v, out, lse, work: Work, *, first, final=None) -> None:
         """(out, lse) ← (out, lse) ⊕ attend(q, k, v); see ``base.Backend.attend``."""
@@ -219,7 +242,7 @@ class HostBackend(NumpyBackend):
         block.out = _array(out)
         if final is not None:
             block.final = _array(final)
-        self._run(self._of(lse.dtype).attend, block, work)
+        self._run(self._of(q.dtype).attend, block, work)
 
     def _attend_nothing(self, out, lse, first, final) -> None:
         if first:
@@ -239,7 +262,7 @@ class HostBackend(NumpyBackend):
         block.fresh_q, block.fresh_kv = fresh_q, fresh_kv
         block.dout, block.delta = _array(dout), _vector(delta)
         block.dq, block.dk, block.dv = _array(dq), _array(dk), _array(dv)
-        self._run(self._of(lse.dtype).attend_backward, block, work)
+        self._run(self._of(q.dtype).attend_backward, block, work)
 
     def _block(self, q, k, v, lse, work: Work) -> _Block:
         sight, scores = work.sight, work.scores

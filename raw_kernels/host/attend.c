@@ -1,8 +1,13 @@
 /* The verbs of the CPU backend.  Compiled once for each instruction set and accumulator:
  *
- *   -DBURST_AVX512 | -DBURST_AVX2 | (nothing: portable)      -DBURST_DOUBLE | (nothing: float)
+ *   -DBURST_AMX (bfloat16 only) | -DBURST_AVX512 | -DBURST_AVX2 | (nothing: portable)
+ *   -DBURST_DOUBLE | (nothing: float)
  */
+#ifdef BURST_AMX
+#include "amx_backward.h"
+#else
 #include "backward.h"
+#endif
 
 int64_t burst_abi(void) { return BURST_ABI * 1000 + (int64_t)sizeof(burst_block); }
 

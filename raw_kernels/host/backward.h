@@ -12,16 +12,7 @@
 #define BURST_BACKWARD_H
 
 #include "forward.h"
-
-typedef struct {
-    lanes q;
-    REAL *query, *dout;           /* [d, NR] Q' times its factor; [dv, NR] dO' */
-    REAL *query_rows, *dout_rows; /* strips of [NR, width]: see products.h */
-    REAL *dq;                     /* [d, NR] dQ' */
-    REAL *lse, *lse_low, *delta;  /* [NR] lse * log2(e) in two parts */
-    int64_t row;
-    int count, wild;              /* wild: an infinity or NaN in Q or dO */
-} gradient_panel;
+#include "gradient.h"
 
 typedef struct {
     gradient_panel panels[BURST_PANELS];
@@ -48,15 +39,11 @@ INLINE void take_backward(arena *a, backward_room *w, const call *c)
     w->rows = TAKE(a, REAL, NR * w->ld);
     for (int64_t i = 0; i < c->group_panels; i++) {
         gradient_panel *p = &w->panels[i];
-        take_lanes(a, &p->q);
+        take_gradient(a, p, b->d);
         p->query = TAKE(a, REAL, b->d * NR);
         p->dout = TAKE(a, REAL, b->dim_v * NR);
         p->query_rows = TAKE(a, REAL, strips_size(NR, b->d));
         p->dout_rows = TAKE(a, REAL, strips_size(NR, b->dim_v));
-        p->dq = TAKE(a, REAL, ROUND_UP(b->d, KR) * NR);
-        p->lse = TAKE(a, REAL, NR);
-        p->lse_low = TAKE(a, REAL, NR);
-        p->delta = TAKE(a, REAL, NR);
     }
 }
 
@@ -78,10 +65,7 @@ NOINLINE void open_gradient_panel(gradient_panel *p, backward_room *w, const cal
                                   int64_t index)
 {
     const burst_block *b = c->b;
-    p->row = index * NR;
-    p->count = (int)MIN(NR, b->rows_q - p->row);
-    p->wild = 0;
-    set_lanes(&p->q, b, head, p->row, p->count);
+    open_gradient(p, c, batch, head, index);
     for (int i = 0; i < p->count; i++)
         p->wild |= load_row(row_at(&b->q, batch, p->row + i, head), b->q.step[3], b->d, w->rows + i * w->ld, (int)b->type);
     rows_to_panel(w->rows, w->ld, p->count, b->d, factor_of(b), p->query);
@@ -91,30 +75,6 @@ NOINLINE void open_gradient_panel(gradient_panel *p, backward_room *w, const cal
                             (int)b->type);
     rows_to_panel(w->rows, w->ld, p->count, b->dim_v, 1, p->dout);
     rows_to_strips(w->rows, w->ld, p->count, b->dim_v, p->dout_rows);
-    for (int i = 0; i < NR; i++) {
-        const REAL lse = i < p->count ? *entry_at(&b->lse, batch, head, p->row + i) : (REAL)-INFINITY;
-        const double exact = (double)lse * LOG2E;
-        p->lse[i] = lse == (REAL)-INFINITY ? (REAL)INFINITY : (REAL)exact; /* such rows: P = 2^-inf = 0 */
-        p->lse_low[i] = isfinite(p->lse[i]) ? (REAL)(sizeof(REAL) == 4 ? exact - (double)p->lse[i]
-                                                                       : fma((double)lse, LOG2E, -exact)) : 0;
-        p->delta[i] = i < p->count ? *entry_at(&b->delta, batch, head, p->row + i) : 0;
-    }
-    memset(p->dq, 0, ROUND_UP(b->d, KR) * NR * sizeof(REAL));
-}
-
-NOINLINE void close_gradient_panel(gradient_panel *p, backward_room *w, const call *c, int64_t batch, int64_t head)
-{
-    const burst_block *b = c->b;
-    REAL scale[NR] __attribute__((aligned(VBYTES)));
-    for (int i = 0; i < NR; i++) scale[i] = (REAL)b->scale;
-    panel_to_rows(p->dq, scale, b->d, w->rows, w->ld);
-    for (int i = 0; i < p->count; i++) {
-        char *to = row_at(&b->dq, batch, p->row + i, head);
-        if (b->fresh_q)
-            store_row(to, b->dq.step[3], b->d, w->rows + i * w->ld, 1, TYPE_OF_REAL);
-        else
-            add_row(to, b->dq.step[3], b->d, w->rows + i * w->ld, 1);
-    }
 }
 
 /* ---------------------------------------------------------------- a tile */
@@ -196,33 +156,6 @@ NOINLINE int backward_tile(gradient_panel *p, backward_room *w, const burst_bloc
     return 1;
 }
 
-/* ---------------------------------------------------------------- dK and dV, in order */
-
-INLINE int group_sees(const call *c, int64_t group, int64_t tile)
-{
-    return c->tile_max[tile] >= c->group_lo[group] && c->tile_min[tile] < c->group_hi[group];
-}
-
-/* Wait until all earlier tasks that see this tile of this key head have added their share; 0: the call was stopped. */
-INLINE int wait_for_turn(call *c, int thread, int64_t batch, int64_t head, int64_t group, int64_t tile)
-{
-    const burst_block *b = c->b;
-    const int64_t share = b->heads / b->kv_heads;
-    int before = 0, all = 0;
-    for (int64_t g = 0; g < c->groups; g++) {
-        const int sees_it = group_sees(c, g, tile);
-        all += sees_it;
-        before += sees_it & (g > group); /* late groups come first */
-    }
-    atomic_int *turn = &c->turn[(batch * b->kv_heads + head / share) * c->tiles + tile];
-    const int mine = (int)(head % share) * all + before;
-    while (atomic_load_explicit(turn, memory_order_acquire) != mine) {
-        if (!carry_on(c, thread)) return 0;
-        sched_yield();
-    }
-    return 1;
-}
-
 NOINLINE void add_to_keys(const key_tile *t, const REAL *strips, const burst_array *to, int64_t batch, int64_t head, int64_t n,
                           REAL factor)
 {
@@ -265,34 +198,11 @@ static void backward_worker(call *c, int thread, arena scratch)
             if (!wait_for_turn(c, thread, batch, head, group, index)) break;
             add_to_keys(&w.tile, w.dk, &b->dk, batch, head / share, b->d, (REAL)b->scale);
             add_to_keys(&w.tile, w.dv, &b->dv, batch, head / share, b->dim_v, 1);
-            atomic_fetch_add_explicit(&c->turn[(batch * b->kv_heads + head / share) * c->tiles + index], 1,
-                                      memory_order_release);
+            pass_turn(c, batch, head, index);
         }
-        for (int64_t i = 0; i < n; i++) close_gradient_panel(&w.panels[i], &w, c, batch, head);
+        for (int64_t i = 0; i < n; i++) close_gradient(&w.panels[i], c, batch, head, w.rows, w.ld);
     }
     atomic_fetch_add(&c->computed, computed);
-}
-
-/* Before the threads start: what each group sees, and gradients that start at 0. */
-static void prepare_backward(call *c)
-{
-    const burst_block *b = c->b;
-    for (int64_t g = 0; g < c->groups; g++) {
-        const int64_t from = g * c->group_panels * NR, to = MIN(from + c->group_panels * NR, b->rows_q);
-        int32_t low = INT32_MAX, high = INT32_MIN;
-        for (int64_t i = from; i < to; i++) low = MIN(low, b->lo[i]), high = MAX(high, b->hi[i]);
-        c->group_lo[g] = low;
-        c->group_hi[g] = high;
-    }
-    for (int64_t i = 0; i < b->batch * b->kv_heads * c->tiles; i++) atomic_init(&c->turn[i], 0);
-    if (!b->fresh_kv) return;
-    for (int64_t batch = 0; batch < b->batch; batch++)
-        for (int64_t row = 0; row < b->rows_k; row++)
-            for (int64_t head = 0; head < b->kv_heads; head++) {
-                char *dk = row_at(&b->dk, batch, row, head), *dv = row_at(&b->dv, batch, row, head);
-                for (int64_t i = 0; i < b->d; i++) *(REAL *)(dk + i * b->dk.step[3]) = 0;
-                for (int64_t i = 0; i < b->dim_v; i++) *(REAL *)(dv + i * b->dv.step[3]) = 0;
-            }
 }
 
 #endif

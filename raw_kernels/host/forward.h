@@ -10,29 +10,8 @@
 #ifndef BURST_FORWARD_H
 #define BURST_FORWARD_H
 
-#include "convert.h"
 #include "products.h"
-#include "tasks.h"
-
-#ifndef BURST_KEYS_FORWARD
-#define BURST_KEYS_FORWARD 192
-#endif
-#ifndef BURST_KEYS_BACKWARD
-#define BURST_KEYS_BACKWARD 96 /* the unit in which tiles are counted */
-#endif
-_Static_assert(BURST_KEYS_FORWARD % BURST_KEYS_BACKWARD == 0, "a forward tile is whole backward tiles");
-#define LIMIT ((REAL)0x1p40)
-
-typedef struct {
-    lanes q;
-    REAL *query;    /* [d, NR] Q' times its factor */
-    REAL *out;      /* [dv, NR] O', not yet divided by l */
-    REAL *top, *l;  /* [NR] m, or -inf where the lane has seen no score above -inf; sum of P */
-    REAL *ref;      /* [NR] m, or 0 there */
-    int64_t row;    /* first row */
-    int count;      /* rows */
-    int unset;      /* some lane has no m yet */
-} panel;
+#include "state.h"
 
 typedef struct {
     panel panels[BURST_PANELS];
@@ -52,59 +31,18 @@ INLINE void take_forward(arena *a, forward_room *w, const call *c)
     w->rows = TAKE(a, REAL, NR * w->ld);
     for (int64_t i = 0; i < c->group_panels; i++) {
         panel *p = &w->panels[i];
-        take_lanes(a, &p->q);
+        take_state(a, p, b->dim_v);
         p->query = TAKE(a, REAL, b->d * NR);
-        p->out = TAKE(a, REAL, ROUND_UP(b->dim_v, KR) * NR);
-        p->top = TAKE(a, REAL, NR);
-        p->l = TAKE(a, REAL, NR);
-        p->ref = TAKE(a, REAL, NR);
     }
 }
-
-/* ---------------------------------------------------------------- in and out of a panel */
 
 NOINLINE void open_panel(panel *p, forward_room *w, const call *c, int64_t batch, int64_t head, int64_t index)
 {
     const burst_block *b = c->b;
-    p->row = index * NR;
-    p->count = (int)MIN(NR, b->rows_q - p->row);
-    set_lanes(&p->q, b, head, p->row, p->count);
+    open_state(p, c, batch, head, index, w->rows, w->ld);
     for (int i = 0; i < p->count; i++)
         load_row(row_at(&b->q, batch, p->row + i, head), b->q.step[3], b->d, w->rows + i * w->ld, (int)b->type);
     rows_to_panel(w->rows, w->ld, p->count, b->d, factor_of(b), p->query);
-    memset(p->out, 0, ROUND_UP(b->dim_v, KR) * NR * sizeof(REAL));
-    p->unset = 0;
-    for (int i = 0; i < NR; i++) {
-        const REAL lse = i >= p->count ? 0 : b->first ? (REAL)-INFINITY : *entry_at(&b->lse, batch, head, p->row + i);
-        const int none = lse == (REAL)-INFINITY;
-        const double exact = (double)lse * LOG2E;
-        p->top[i] = (REAL)exact;
-        p->ref[i] = none ? 0 : p->top[i];
-        /* out stands for weight 2^exact; what rounding took from m goes into l */
-        p->l[i] = none ? 0 : isinf(exact) ? 1 : (REAL)exp2(exact - (double)p->top[i]);
-        p->unset |= none;
-    }
-    if (b->first) return;
-    for (int i = 0; i < p->count; i++) {
-        REAL *row = w->rows + i * w->ld;
-        load_row(row_at(&b->out, batch, p->row + i, head), b->out.step[3], b->dim_v, row, TYPE_OF_REAL);
-        for (int64_t j = 0; j < b->dim_v; j++) row[j] = p->l[i] == 0 ? 0 : row[j] * p->l[i];
-    }
-    rows_to_panel(w->rows, w->ld, p->count, b->dim_v, 1, p->out);
-}
-
-NOINLINE void close_panel(panel *p, forward_room *w, const call *c, int64_t batch, int64_t head)
-{
-    const burst_block *b = c->b;
-    REAL inverse[NR] __attribute__((aligned(VBYTES)));
-    for (int i = 0; i < NR; i++) inverse[i] = p->l[i] == 0 ? 1 : 1 / p->l[i];
-    panel_to_rows(p->out, inverse, b->dim_v, w->rows, w->ld);
-    const burst_array *to = b->final.data ? &b->final : &b->out;
-    const int type = b->final.data ? (int)b->type : TYPE_OF_REAL;
-    for (int i = 0; i < p->count; i++) {
-        store_row(row_at(to, batch, p->row + i, head), to->step[3], b->dim_v, w->rows + i * w->ld, 1, type);
-        *entry_at(&b->lse, batch, head, p->row + i) = (REAL)(((double)p->ref[i] + log2((double)p->l[i])) / LOG2E);
-    }
 }
 
 /* ---------------------------------------------------------------- a tile */
@@ -156,33 +94,9 @@ NOINLINE void tile_with_maximum(panel *p, forward_room *w, int64_t from, int64_t
     const int64_t keys = (to - from) * KR;
     for (int64_t block = from; block < to; block++)
         score_any(&w->tile, block, &p->q, p->query, d, &w->how, w->p + (block - from) * KR * NR, NULL);
-    p->unset = 0;
-    for (int j = 0; j < VR; j++) {
-        const vec old = load(p->top + j * LANES);
-        vec top = old;
-        for (int64_t i = 0; i < keys; i++) top = larger(load(w->p + i * NR + j * LANES), top);
-        const ivec none = top == (REAL)-INFINITY;
-        const vec fade = pick(top == old, splat(1), exp2_vec(old - top));
-        store(p->top + j * LANES, top);
-        store(p->ref + j * LANES, pick(none, splat(0), top));
-        store(p->l + j * LANES, load(p->l + j * LANES) * fade);
-        for (int64_t c = 0; c < dv; c++) {
-            REAL *o = p->out + c * NR + j * LANES;
-            store(o, load(o) * fade);
-        }
-        p->unset |= any(none);
-        sum[j] = (vec){0};
-    }
+    raise_maximum(p, w->p, keys, dv);
+    UNROLL for (int j = 0; j < VR; j++) sum[j] = zero();
     weigh_stored(w->p, keys, p->ref, sum);
-}
-
-INLINE int waits_for(const panel *p, const key_tile *t)
-{
-    INT low = t->block_min[0], high = t->block_max[0];
-    for (int64_t i = 1; i < t->blocks; i++) low = MIN(low, t->block_min[i]), high = MAX(high, t->block_max[i]);
-    for (int i = 0; i < NR; i++)
-        if (p->top[i] == (REAL)-INFINITY && p->q.lo[i] <= high && p->q.hi[i] > low) return 1;
-    return 0;
 }
 
 /* Returns how many counted tiles it computed. */
@@ -208,9 +122,7 @@ NOINLINE int forward_tile(panel *p, forward_room *w, const burst_block *b)
                 weigh_stored(weights, KR, p->ref, sum);
             }
         }
-        ivec high = (ivec){0};
-        UNROLL for (int j = 0; j < VR; j++) high |= ~(sum[j] < LIMIT); /* NaN as well */
-        if (any(high)) tile_with_maximum(p, w, from, to, b->d, b->dim_v, sum);
+        if (too_high(sum)) tile_with_maximum(p, w, from, to, b->d, b->dim_v, sum);
     }
     UNROLL for (int j = 0; j < VR; j++) store(p->l + j * LANES, load(p->l + j * LANES) + sum[j]);
     const REAL *values = t->chunks + from * KR * KR;
@@ -249,7 +161,7 @@ static void forward_worker(call *c, int thread, arena scratch)
                 if (!carry_on(c, thread)) break;
             }
         }
-        for (int64_t i = 0; i < n; i++) close_panel(&w.panels[i], &w, c, batch, head);
+        for (int64_t i = 0; i < n; i++) close_panel(&w.panels[i], c, batch, head, w.rows, w.ld);
     }
     atomic_fetch_add(&c->computed, computed);
 }

@@ -13,6 +13,8 @@
 
 #include "vec.h"
 
+#ifndef BURST_AMX /* which has its own: amx.h */
+
 INLINE void score_block(const REAL *k,     /* [KR, d], row stride ld */
                         int64_t ld,
                         const REAL *panel, /* [d, NR] */
@@ -132,4 +134,5 @@ INLINE void add_rows(const REAL *a, const REAL *r, REAL *g, int64_t first, int64
     }
 }
 
+#endif
 #endif

@@ -74,6 +74,7 @@ NOINLINE void hide_block(REAL *x, const lanes *q, const INT *pos, int live)
  * 0 * inf is NaN, so a hidden pair whose V (or K, Q, dO) is not finite would reach a row that must not see it.  Such
  * tiles, where they are cut, are added pair by pair.
  */
+#ifndef BURST_AMX
 NOINLINE void add_panel_carefully(const REAL *chunks, int64_t stride, const REAL *p, int64_t keys, REAL *o, int64_t columns,
                                   const lanes *q, const INT *pos)
 {
@@ -99,4 +100,5 @@ NOINLINE void add_rows_carefully(const REAL *a, const REAL *r, REAL *g, int64_t 
     }
 }
 
+#endif
 #endif

@@ -20,7 +20,15 @@ typedef float REAL;
 typedef int32_t INT;
 #endif
 
-#if defined(BURST_AVX512)
+#if defined(BURST_AMX) /* on top of AVX-512; panels and blocks are whole AMX tiles: see amx.h */
+#include <immintrin.h>
+#define VBYTES 64
+#define KR 32
+#ifndef VR
+#define VR 8
+#endif
+#define WIDE 4
+#elif defined(BURST_AVX512)
 #include <immintrin.h>
 #define VBYTES 64
 #define KR 8
