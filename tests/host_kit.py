@@ -57,11 +57,11 @@ def forward(backend, q, k, v, *, cuts=(), tally=None, progress=None, **options):
     return out, lse
 
 
-def backward(backend, dout, q, k, v, out, lse, *, cuts=(), tally=None, **options):
+def backward(backend, dout, q, k, v, out, lse, *, cuts=(), tally=None, progress=None, **options):
     """dq, dk, dv of whole arrays in the accumulator's type, the keys coming in blocks."""
     rules, dims, tally = Rules(**options), _dims(q, k, v), tally or Tally()
     blocks = _cuts(k.shape[1], cuts)
-    work = _work(backend, dims, rules, q.shape[1], k.shape[1], max(map(len, blocks)), True, tally)
+    work = _work(backend, dims, rules, q.shape[1], k.shape[1], max(map(len, blocks)), True, tally, progress)
     delta = np.full(lse.shape, np.nan, dims.accumulator)
     backend.delta(dout, out, delta)
     dq, dk, dv = (np.full(x.shape, np.nan, dims.accumulator) for x in (q, k, v))
