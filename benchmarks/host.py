@@ -47,7 +47,7 @@ class Peak:
     """Fused multiply-adds of one core, in GF/s."""
 
     def __init__(self, isa, wide):
-        flags = [*host.BASE_FLAGS, *host.ISAS[isa][1], *(["-DBURST_DOUBLE"] if wide else [])]
+        flags = [*host.BASE_FLAGS, *host.FLAGS[isa, "float64" if wide else "float32"]]
         self.run = compile.load(f"peak-{isa}-{wide}", host._sources() / "peak.c", flags).burst_fma
         self.run.restype, self.run.argtypes = ctypes.c_double, [ctypes.c_int64]
 

@@ -31,19 +31,35 @@ IDLE = 20_000_000  # ns, where nobody waits for it and only signals are to be se
 BASE_FLAGS = ["-std=gnu11", "-O3", "-fPIC", "-shared", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
 
 _AVX512 = ["-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl", "-mfma", "-mprefer-vector-width=512", "-DBURST_AVX512"]
-_AMX = ["-mamx-tile", "-mamx-bf16", "-mavx512bf16", "-DBURST_AMX", "-DBURST_KEYS_FORWARD=256", "-DBURST_KEYS_BACKWARD=128"]
+_AMX = [*_AVX512, "-mamx-tile", "-mamx-bf16", "-mavx512bf16", "-DBURST_AMX"]
 
-# name: (what /proc/cpuinfo must list, compiler flags), fastest first
+# name: what /proc/cpuinfo must list; fastest first
 ISAS = {
-    "amx": (
-        ("avx512f", "avx512dq", "avx512bw", "avx512vl", "avx2", "fma", "avx512_bf16", "amx_tile", "amx_bf16"),
-        [*_AVX512, *_AMX, "-DBURST_EXP2_DEGREE=5"],
-    ),
-    "avx512": (("avx512f", "avx512dq", "avx512bw", "avx512vl", "avx2", "fma"), _AVX512),
-    "avx2": (("avx2", "fma"), ["-mavx2", "-mfma", "-DBURST_AVX2"]),
-    "portable": ((), []),
+    "amx": ("avx512f", "avx512dq", "avx512bw", "avx512vl", "avx2", "fma", "avx512_bf16", "amx_tile", "amx_bf16"),
+    "avx512": ("avx512f", "avx512dq", "avx512bw", "avx512vl", "avx2", "fma"),
+    "avx2": ("avx2", "fma"),
+    "portable": (),
 }
-NARROW = {"amx": "avx512"}  # AMX is for bfloat16; other types take the next instruction set
+
+# (instruction set, type): the compiler's flags.  Types that are not listed go by their accumulator.
+FLAGS = {
+    ("amx", "bfloat16"): [*_AMX, "-DBURST_KEYS_FORWARD=256", "-DBURST_KEYS_BACKWARD=128", "-DBURST_EXP2_DEGREE=5"],
+    ("amx", "float32"): [*_AMX, "-DBURST_PIECES=3"],
+    ("avx512", "float32"): _AVX512,
+    ("avx512", "float64"): [*_AVX512, "-DBURST_DOUBLE"],
+    ("avx2", "float32"): ["-mavx2", "-mfma", "-DBURST_AVX2"],
+    ("avx2", "float64"): ["-mavx2", "-mfma", "-DBURST_AVX2", "-DBURST_DOUBLE"],
+    ("portable", "float32"): [],
+    ("portable", "float64"): ["-DBURST_DOUBLE"],
+}
+
+
+def variant(isa: str, dtype) -> tuple[str, str]:
+    """Which key of ``FLAGS`` computes arrays of that type: AMX knows bfloat16 and, by pieces, float32."""
+    name = np.dtype(dtype).name
+    if isa == "amx" and name not in ("bfloat16", "float32"):
+        isa = "avx512"
+    return (isa, name) if (isa, name) in FLAGS else (isa, "float32")
 
 
 @cache
@@ -70,7 +86,7 @@ def tiles_permitted() -> bool:
 
 def missing(isa: str) -> list[str]:
     """What this CPU or system lacks for an instruction set of ``ISAS``."""
-    lacks = sorted(set(ISAS[isa][0]) - cpu_flags())
+    lacks = sorted(set(ISAS[isa]) - cpu_flags())
     if isa == "amx" and not lacks and not tiles_permitted():
         lacks = ["permission for tile registers"]
     return lacks
@@ -135,11 +151,11 @@ class _Block(ctypes.Structure):
 
 
 class _Library:
-    """The kernels of one instruction set and accumulator, loaded."""
+    """The kernels of one variant, loaded."""
 
-    def __init__(self, isa: str, wide: bool, extra=()):
-        flags = [*BASE_FLAGS, *ISAS[isa][1], *(["-DBURST_DOUBLE"] if wide else []), *extra]
-        name = f"host-{isa}-{'f64' if wide else 'f32'}"
+    def __init__(self, which: tuple[str, str], extra=()):
+        flags = [*BASE_FLAGS, *FLAGS[which], *extra]
+        name = "host-" + "-".join(which)
         try:
             library = compile.load(name, _sources() / "attend.c", [*flags, "-fopenmp"])
         except BuildError as error:
@@ -152,12 +168,9 @@ class _Library:
         self.scratch_bytes = library.burst_scratch_bytes
         self.scratch_bytes.restype = ctypes.c_int64
         self.scratch_bytes.argtypes = [ctypes.POINTER(_Block), ctypes.c_int64]
-        self.attend, self.attend_backward, self.delta = (
-            library.burst_attend,
-            library.burst_attend_backward,
-            library.burst_delta,
-        )
-        for verb in (self.attend, self.attend_backward, self.delta):
+        self.attend, self.attend_backward = library.burst_attend, library.burst_attend_backward
+        self.delta, self.tame = library.burst_delta, library.burst_tame
+        for verb in (self.attend, self.attend_backward, self.delta, self.tame):
             verb.argtypes = [ctypes.POINTER(_Block)]
         rows, keys = ctypes.c_int64(), ctypes.c_int64()
         library.burst_tile(ctypes.byref(rows), ctypes.byref(keys))
@@ -167,8 +180,8 @@ class _Library:
 _LIBRARIES: dict[tuple, _Library] = {}
 
 
-def _library(isa, wide, extra=()) -> _Library:
-    key = (isa, wide, tuple(extra))
+def _library(which, extra=()) -> _Library:
+    key = (which, tuple(extra))
     if key not in _LIBRARIES:
         _LIBRARIES[key] = _Library(*key)
     return _LIBRARIES[key]
@@ -205,11 +218,11 @@ class HostBackend(NumpyBackend):
         self.isa, self.threads, self._extra = isa, threads or threads_here(), tuple(extra_flags)
         self._of(np.float32)  # now rather than in the first call: choose() must know whether it works
 
-    def _of(self, dtype) -> _Library:
-        """The kernels for arrays of that type."""
-        dtype = np.dtype(dtype)
-        isa = self.isa if dtype.name == "bfloat16" else NARROW.get(self.isa, self.isa)
-        return _library(isa, dtype == np.float64, self._extra)
+    def _of(self, dtype) -> list[_Library]:
+        """The kernels for arrays of that type, then those for numbers that the first cannot split."""
+        which = variant(self.isa, dtype)
+        keys = [which, ("avx512", "float32")] if which == ("amx", "float32") else [which]
+        return [_library(key, self._extra) for key in keys]
 
     # ------------------------------------------------------------ sizes
 
@@ -217,11 +230,11 @@ class HostBackend(NumpyBackend):
         """What the kernels cut their tiles from, all threads together: told by the code that cuts it."""
         block = _Block(threads=self.threads, rows_q=rows_q, rows_k=rows_k)
         _sizes(block, dims)
-        return self._of(dims.dtype).scratch_bytes(block, backward)
+        return max(library.scratch_bytes(block, backward) for library in self._of(dims.dtype))
 
     def tile_count(self, dims: Dims, rows_q: int, rows_k: int) -> int:
         """Pairs of a panel of queries and a tile of keys, over batch and heads."""
-        library = self._of(dims.dtype)
+        library = self._of(dims.dtype)[0]
         return dims.batch * dims.heads * -(-rows_q // library.tile_rows) * -(-rows_k // library.tile_keys)
 
     # ------------------------------------------------------------ verbs
@@ -231,7 +244,7 @@ class HostBackend(NumpyBackend):
         batch, rows, heads, width = dout.shape
         block = _Block(batch=batch, rows_q=rows, heads=heads, dim_v=width, type=TYPES[dout.dtype.name])
         block.dout, block.final, block.delta = _array(dout), _array(out), _vector(delta)
-        self._of(dout.dtype).delta(block)
+        self._of(dout.dtype)[0].delta(block)
 
     def attend(self, q, k, v, out, lse, work: Work, *, first, final=None) -> None:
         """(out, lse) ← (out, lse) ⊕ attend(q, k, v); see ``base.Backend.attend``."""
@@ -242,7 +255,7 @@ class HostBackend(NumpyBackend):
         block.out = _array(out)
         if final is not None:
             block.final = _array(final)
-        self._run(self._of(q.dtype).attend, block, work)
+        self._run("attend", block, q.dtype, work)
 
     def _attend_nothing(self, out, lse, first, final) -> None:
         if first:
@@ -262,7 +275,7 @@ class HostBackend(NumpyBackend):
         block.fresh_q, block.fresh_kv = fresh_q, fresh_kv
         block.dout, block.delta = _array(dout), _vector(delta)
         block.dq, block.dk, block.dv = _array(dq), _array(dk), _array(dv)
-        self._run(self._of(q.dtype).attend_backward, block, work)
+        self._run("attend_backward", block, q.dtype, work)
 
     def _block(self, q, k, v, lse, work: Work) -> _Block:
         sight, scores = work.sight, work.scores
@@ -281,7 +294,7 @@ class HostBackend(NumpyBackend):
         block.scratch, block.scratch_bytes = work.scratch.ctypes.data, work.scratch.nbytes
         return block
 
-    def _run(self, verb, block: _Block, work: Work) -> None:
+    def _run(self, verb: str, block: _Block, dtype, work: Work) -> None:
         """Call a kernel; what ``progress`` raises stops it and is raised here."""
         raised = []
 
@@ -296,8 +309,11 @@ class HostBackend(NumpyBackend):
         block.progress = _CALLBACK(progress)
         quiet = work.progress is Work.__dataclass_fields__["progress"].default
         block.interval_ns = IDLE if quiet else PROGRESS
-        status = verb(block)
-        work.tally.tiles += block.tiles
+        first, *others = self._of(dtype)
+        library = first if not others or first.tame(block) else others[0]
+        status = getattr(library, verb)(block)
+        # counted in tiles of the first one, whichever ran
+        work.tally.tiles += block.tiles * (library.tile_rows * library.tile_keys) // (first.tile_rows * first.tile_keys)
         if raised:
             raise raised[0]
         if status:

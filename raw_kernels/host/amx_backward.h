@@ -1,4 +1,4 @@
-/* Backward in bfloat16 on AMX: see backward.h for the method and amx.h for the layouts. */
+/* Backward on AMX, in bfloat16 or in float32 by pieces: see backward.h for the method and amx.h for the layouts. */
 #ifndef BURST_AMX_BACKWARD_H
 #define BURST_AMX_BACKWARD_H
 
@@ -10,10 +10,11 @@ typedef struct {
     bf16_tile tile;
     float *s, *dp;        /* [KR, NR] a block's scores, then P; dP, then dS */
     float *slopes;        /* [KR, NR] of the cap */
-    bf16 *p, *ds;         /* [keys, NR] in rows */
-    uint32_t *ds_pairs;   /* [keys / 2, NR] dS, pairs of keys */
+    bf16 *p, *ds;         /* [PIECES, keys, NR] in rows */
+    uint32_t *ds_pairs;   /* [PIECES, keys / 2, NR] dS, pairs of keys */
+    int64_t plane;        /* keys * NR */
     float *dk, *dv;       /* [keys, depth], [keys, width]: sums of this group for this tile */
-    float *rows;          /* [NR, ld] */
+    float *rows;          /* [NR, ld], or [PIECES, NR, ld] of bfloat16 */
     int64_t ld, depth, width;
     bend how;
 } backward_room;
@@ -29,53 +30,35 @@ INLINE void take_backward(arena *a, backward_room *w, const call *c)
     w->s = TAKE(a, float, KR * NR);
     w->dp = TAKE(a, float, KR * NR);
     w->slopes = TAKE(a, float, KR * NR);
-    w->p = TAKE(a, bf16, keys * NR);
-    w->ds = TAKE(a, bf16, keys * NR);
-    w->ds_pairs = TAKE(a, uint32_t, keys / 2 * NR);
+    w->plane = keys * NR;
+    w->p = TAKE(a, bf16, PIECES * w->plane);
+    w->ds = TAKE(a, bf16, PIECES * w->plane);
+    w->ds_pairs = TAKE(a, uint32_t, PIECES * w->plane / 2);
     w->dk = TAKE(a, float, keys * w->depth);
     w->dv = TAKE(a, float, keys * w->width);
-    w->rows = TAKE(a, float, NR * w->ld);
+    w->rows = TAKE(a, float, NR * w->ld * (PIECES > 2 ? 2 : 1));
     for (int64_t i = 0; i < c->group_panels; i++) {
         gradient_panel *p = &w->panels[i];
         take_gradient(a, p, b->d);
-        p->query = TAKE(a, uint32_t, w->depth / 2 * NR);
-        p->dout = TAKE(a, uint32_t, w->width / 2 * NR);
-        p->query_rows = TAKE(a, uint32_t, NR / 2 * w->depth);
-        p->dout_rows = TAKE(a, uint32_t, NR / 2 * w->width);
+        p->query = TAKE(a, uint32_t, PIECES * (w->depth / 2 * NR));
+        p->dout = TAKE(a, uint32_t, PIECES * (w->width / 2 * NR));
+        p->query_rows = TAKE(a, uint32_t, PIECES * (NR / 2 * w->depth));
+        p->dout_rows = TAKE(a, uint32_t, PIECES * (NR / 2 * w->width));
     }
 }
 
-/* Rows of Q or dO as pairs of columns and as pairs of rows */
-INLINE void open_factor(gradient_panel *p, backward_room *w, const burst_array *x, int64_t batch, int64_t head, int64_t n,
-                        uint32_t *columns, uint32_t *rows_paired)
-{
-    bf16 *rows = (bf16 *)w->rows;
-    const int64_t padded = ROUND_UP(n, STEP);
-    for (int i = 0; i < NR; i++) {
-        if (i < p->count)
-            p->wild |= copy_bf16(row_at(x, batch, p->row + i, head), x->step[3], n, padded, rows + i * w->ld);
-        else
-            memset(rows + i * w->ld, 0, (size_t)padded * 2);
-    }
-    pair_columns(rows, w->ld, padded, columns);
-    pair_rows(rows, w->ld, padded, rows_paired);
-}
+INLINE pairs_of paired_rows_of(const void *panel, int64_t padded) { return (pairs_of){panel, padded, NR / 2 * padded}; }
 
-/* Round P and dS of a block to bfloat16: rows of both, and pairs of keys of dS. */
-INLINE void put_rounded(bf16 *p, bf16 *ds, uint32_t *pairs, const vec pv[2][2], const vec dsv[2][2])
+/* Weights of keys i, i + 1 and lanes j, j + 1 of a block that starts at `start` in the tile's arrays */
+INLINE void put_weights(const backward_room *w, int64_t start, int i, int j, vec p[2][2], vec ds[2][2])
 {
-    const vec row0 = rounded(dsv[0][0], dsv[0][1]), row1 = rounded(dsv[1][0], dsv[1][1]);
-    put(p, rounded(pv[0][0], pv[0][1]));
-    put(p + NR, rounded(pv[1][0], pv[1][1]));
-    put(ds, row0);
-    put(ds + NR, row1);
-    put(pairs, interleave_low(row0, row1));
-    put(pairs + LANES, interleave_high(row0, row1));
+    const int64_t at = start + i * NR + j * LANES;
+    put_both(w->p + at, w->plane, NULL, 0, p);
+    put_both(w->ds + at, w->plane, w->ds_pairs + (start + i * NR) / 2 + j * LANES, w->plane / 2, ds);
 }
 
 /* P = 2^(factor s - lse), dS = P (dP - delta), for a block that is seen in full and not bent */
-NOINLINE void weigh_again(const float *s, const float *dp, float factor, const gradient_panel *q, bf16 *p, bf16 *ds,
-                          uint32_t *pairs)
+NOINLINE void weigh_again(const backward_room *w, float factor, const gradient_panel *q, int64_t start)
 {
     for (int j = 0; j < VR; j += 2) {
         vec lse[2], low[2], delta[2];
@@ -88,16 +71,16 @@ NOINLINE void weigh_again(const float *s, const float *dp, float factor, const g
             vec pv[2][2], dsv[2][2];
             UNROLL for (int r = 0; r < 2; r++) UNROLL for (int h = 0; h < 2; h++) {
                 const int at = (i + r) * NR + (j + h) * LANES;
-                pv[r][h] = exp2_vec(load(s + at) * factor - lse[h] - low[h]);
-                dsv[r][h] = pv[r][h] * (load(dp + at) - delta[h]);
+                pv[r][h] = exp2_vec(load(w->s + at) * factor - lse[h] - low[h]);
+                dsv[r][h] = pv[r][h] * (load(w->dp + at) - delta[h]);
             }
-            put_rounded(p + i * NR + j * LANES, ds + i * NR + j * LANES, pairs + i / 2 * NR + j * LANES, pv, dsv);
+            put_weights(w, start, i, j, pv, dsv);
         }
     }
 }
 
 /* The same for any block: scores are bent and masked, and hidden pairs are 0 whatever came out there. */
-NOINLINE void weigh_any(backward_room *w, const gradient_panel *q, int64_t block, int cut, bf16 *p, bf16 *ds, uint32_t *pairs)
+NOINLINE void weigh_any(backward_room *w, const gradient_panel *q, int64_t block, int cut, int64_t start)
 {
     const key_tile *t = &w->tile.at;
     for (int i = 0; i < KR; i++)
@@ -121,7 +104,7 @@ NOINLINE void weigh_any(backward_room *w, const gradient_panel *q, int64_t block
                 pv[r][h] = load(w->s + (i + r) * NR + (j + h) * LANES);
                 dsv[r][h] = load(w->dp + (i + r) * NR + (j + h) * LANES);
             }
-            put_rounded(p + i * NR + j * LANES, ds + i * NR + j * LANES, pairs + i / 2 * NR + j * LANES, pv, dsv);
+            put_weights(w, start, i, j, pv, dsv);
         }
 }
 
@@ -159,23 +142,25 @@ NOINLINE int backward_tile(gradient_panel *p, backward_room *w, const call *c, i
     const int capped = w->how.softcap != 0, plain = !capped && !w->how.alibi;
     for (int64_t block = from; block < to; block++) {
         const int64_t at = (block - from) * KR * NR;
-        const int cut = block_sight(&t->at, &p->q, block) != FULL;
-        amx_scores(t->v + block * KR * t->ld_v, t->ld_v, p->dout, w->width, w->dp);
+        const int cut = !full && block_sight(&t->at, &p->q, block) != FULL;
+        amx_scores(values_of(t, block), columns_of(p->dout, b->dim_v), w->width, w->dp);
         if (plain && !cut) {
-            amx_scores(t->k + block * KR * t->ld_k, t->ld_k, p->query, w->depth, w->s);
-            weigh_again(w->s, w->dp, factor_of(b), p, w->p + at, w->ds + at, w->ds_pairs + at / 2);
+            amx_scores(keys_of(t, block), columns_of(p->query, b->d), w->depth, w->s);
+            weigh_again(w, factor_of(b), p, at);
         } else {
             score_any(t, block, &p->q, p->query, b, &w->how, w->s, capped ? w->slopes : NULL);
-            weigh_any(w, p, block, cut, w->p + at, w->ds + at, w->ds_pairs + at / 2);
+            weigh_any(w, p, block, cut, at);
         }
     }
     const int64_t keys = (to - from) * KR;
     if (!full && (t->at.wild_k || t->at.wild_v || p->wild)) {
         add_gradients_carefully(p, w, c, batch, head, from, to);
     } else {
-        amx_add_rows(w->p, p->dout_rows, w->dv + from * KR * w->width, keys, w->width);
-        amx_add_rows(w->ds, p->query_rows, w->dk + from * KR * w->depth, keys, w->depth);
-        amx_add_panel(t->turned + from * KR, t->ld_turned, w->ds_pairs, keys, p->dq, w->depth);
+        const rows_of weights = {w->p, NR, w->plane}, slopes = {w->ds, NR, w->plane};
+        const pairs_of slope_pairs = {w->ds_pairs, NR, w->plane / 2};
+        amx_add_rows(weights, paired_rows_of(p->dout_rows, w->width), w->dv + from * KR * w->width, keys, w->width);
+        amx_add_rows(slopes, paired_rows_of(p->query_rows, w->depth), w->dk + from * KR * w->depth, keys, w->depth);
+        amx_add_panel(turned_of(t, from), slope_pairs, keys, p->dq, w->depth);
     }
     return 1;
 }
@@ -196,8 +181,9 @@ static void backward_worker(call *c, int thread, arena scratch)
         for (int64_t i = 0; i < n; i++) {
             gradient_panel *p = &w.panels[i];
             open_gradient(p, c, batch, head, first + i);
-            open_factor(p, &w, &b->q, batch, head, b->d, p->query, p->query_rows);
-            open_factor(p, &w, &b->dout, batch, head, b->dim_v, p->dout, p->dout_rows);
+            p->wild |= load_factor(&b->q, batch, head, p->row, p->count, b->d, (bf16 *)w.rows, w.ld, p->query, p->query_rows);
+            p->wild |= load_factor(&b->dout, batch, head, p->row, p->count, b->dim_v, (bf16 *)w.rows, w.ld, p->dout,
+                                   p->dout_rows);
         }
         for (int64_t index = 0; index < c->tiles; index++) {
             if (!group_sees(c, group, index)) continue;

@@ -1,4 +1,4 @@
-/* Forward in bfloat16 on AMX: see forward.h for the method and amx.h for the layouts.
+/* Forward on AMX, in bfloat16 or in float32 by pieces: see forward.h for the method and amx.h for the layouts.
  *
  * The tile products are so fast that the exponential is most of the time: scores of 32 keys come from AMX into L1,
  * and leave as bfloat16 weights in the order in which the second product wants them.
@@ -12,8 +12,9 @@ typedef struct {
     panel panels[BURST_PANELS];
     bf16_tile tile;
     float *s;        /* [keys, NR] */
-    uint32_t *p;     /* [keys / 2, NR] P, pairs of keys */
-    float *rows;     /* [NR, ld] on the way in and out of a panel */
+    uint32_t *p;     /* [PIECES, keys / 2, NR] P, pairs of keys */
+    int64_t plane;
+    float *rows;     /* [NR, ld], or [PIECES, NR, ld] of bfloat16: on the way in and out of a panel */
     int64_t ld;
     bend how;
 } forward_room;
@@ -25,32 +26,32 @@ INLINE void take_forward(arena *a, forward_room *w, const call *c)
     w->ld = ROUND_UP(MAX(b->d, b->dim_v), STEP) + STEP;
     take_bf16_tile(a, &w->tile, c, 0);
     w->s = TAKE(a, float, keys * NR);
-    w->p = TAKE(a, uint32_t, keys / 2 * NR);
-    w->rows = TAKE(a, float, NR * w->ld);
+    w->plane = keys / 2 * NR;
+    w->p = TAKE(a, uint32_t, PIECES * w->plane);
+    w->rows = TAKE(a, float, NR * w->ld * (PIECES > 2 ? 2 : 1));
     for (int64_t i = 0; i < c->group_panels; i++) {
         panel *p = &w->panels[i];
         take_state(a, p, b->dim_v);
-        p->query = TAKE(a, uint32_t, ROUND_UP(b->d, STEP) / 2 * NR);
+        p->query = TAKE(a, uint32_t, PIECES * (ROUND_UP(b->d, STEP) / 2 * NR));
     }
 }
 
 NOINLINE void open_panel(panel *p, forward_room *w, const call *c, int64_t batch, int64_t head, int64_t index)
 {
     const burst_block *b = c->b;
-    const int64_t depth = ROUND_UP(b->d, STEP);
-    bf16 *rows = (bf16 *)w->rows;
     open_state(p, c, batch, head, index, w->rows, w->ld);
-    for (int i = 0; i < NR; i++) {
-        if (i < p->count)
-            copy_bf16(row_at(&b->q, batch, p->row + i, head), b->q.step[3], b->d, depth, rows + i * w->ld);
-        else
-            memset(rows + i * w->ld, 0, (size_t)depth * 2);
-    }
-    pair_columns(rows, w->ld, depth, p->query);
+    load_factor(&b->q, batch, head, p->row, p->count, b->d, (bf16 *)w->rows, w->ld, p->query, NULL);
+}
+
+INLINE pairs_of columns_of(const void *panel, int64_t n)
+{
+    const int64_t padded = ROUND_UP(n, STEP);
+    return (pairs_of){panel, NR, padded / 2 * NR};
 }
 
 /* P = 2^(factor s - m) of `keys` keys, as pairs of keys, and their sums */
-NOINLINE void weigh(const float *s, int64_t keys, float factor, const float *ref, uint32_t *pairs, vec *sum)
+NOINLINE void weigh(const float *s, int64_t keys, float factor, const float *ref, uint32_t *pairs, int64_t plane,
+                    vec *sum)
 {
     for (int j = 0; j < VR; j++) {
         const vec m = load(ref + j * LANES);
@@ -58,20 +59,19 @@ NOINLINE void weigh(const float *s, int64_t keys, float factor, const float *ref
         for (int64_t i = 0; i < keys; i += 2) {
             const vec a = exp2_vec(load(s + i * NR + j * LANES) * factor - m);
             const vec b = exp2_vec(load(s + (i + 1) * NR + j * LANES) * factor - m);
-            const vec both = rounded(a, b);
             even += a;
             odd += b;
-            put(pairs + i / 2 * NR + j * LANES, interleave_low(both, (vec)_mm512_shuffle_f32x4((__m512)both, (__m512)both, 0xee)));
+            put_pair(pairs + i / 2 * NR + j * LANES, plane, a, b);
         }
         sum[j] += even + odd;
     }
 }
 
 /* Scores of a block, bent and masked, in units of log2. */
-NOINLINE void score_any(const bf16_tile *t, int64_t block, const lanes *q, const uint32_t *query, const burst_block *b,
+NOINLINE void score_any(const bf16_tile *t, int64_t block, const lanes *q, const void *query, const burst_block *b,
                         const bend *how, float *s, float *slopes)
 {
-    amx_scores(t->k + block * KR * t->ld_k, t->ld_k, query, ROUND_UP(b->d, STEP), s);
+    amx_scores(keys_of(t, block), columns_of(query, b->d), ROUND_UP(b->d, STEP), s);
     const float factor = factor_of(b);
     for (int i = 0; i < KR * VR; i++) store(s + i * LANES, load(s + i * LANES) * factor);
     const int cut = block_sight(&t->at, q, block) != FULL;
@@ -86,7 +86,7 @@ NOINLINE void tile_with_maximum(panel *p, forward_room *w, int64_t from, int64_t
         score_any(&w->tile, block, &p->q, p->query, b, &w->how, w->s + (block - from) * KR * NR, NULL);
     raise_maximum(p, w->s, keys, b->dim_v);
     UNROLL for (int j = 0; j < VR; j++) sum[j] = zero();
-    weigh(w->s, keys, 1, p->ref, w->p, sum);
+    weigh(w->s, keys, 1, p->ref, w->p, w->plane, sum);
 }
 
 /* Pair by pair: see scores.h. */
@@ -125,12 +125,12 @@ NOINLINE int forward_tile(panel *p, forward_room *w, const call *c, int64_t batc
     } else {
         for (int64_t block = from; block < to; block++) {
             uint32_t *pairs = w->p + (block - from) * KR / 2 * NR;
-            if (plain && block_sight(&t->at, &p->q, block) == FULL) {
-                amx_scores(t->k + block * KR * t->ld_k, t->ld_k, p->query, ROUND_UP(b->d, STEP), w->s);
-                weigh(w->s, KR, factor, p->ref, pairs, sum);
+            if (plain && (full || block_sight(&t->at, &p->q, block) == FULL)) {
+                amx_scores(keys_of(t, block), columns_of(p->query, b->d), ROUND_UP(b->d, STEP), w->s);
+                weigh(w->s, KR, factor, p->ref, pairs, w->plane, sum);
             } else {
                 score_any(t, block, &p->q, p->query, b, &w->how, w->s, NULL);
-                weigh(w->s, KR, 1, p->ref, pairs, sum);
+                weigh(w->s, KR, 1, p->ref, pairs, w->plane, sum);
             }
         }
         if (too_high(sum)) tile_with_maximum(p, w, from, to, b, sum);
@@ -139,7 +139,7 @@ NOINLINE int forward_tile(panel *p, forward_room *w, const call *c, int64_t batc
     if (t->at.wild_v && !full)
         add_values_carefully(p, w, c, batch, head, from, to);
     else
-        amx_add_panel(t->turned + from * KR, t->ld_turned, w->p, (to - from) * KR, p->out, ROUND_UP(b->dim_v, STEP));
+        amx_add_panel(turned_of(t, from), (pairs_of){w->p, NR, w->plane}, (to - from) * KR, p->out, ROUND_UP(b->dim_v, STEP));
     return (int)((to * KR - 1) / BURST_KEYS_BACKWARD - from * KR / BURST_KEYS_BACKWARD + 1);
 }
 

@@ -1,6 +1,6 @@
 /* The verbs of the CPU backend.  Compiled once for each instruction set and accumulator:
  *
- *   -DBURST_AMX (bfloat16 only) | -DBURST_AVX512 | -DBURST_AVX2 | (nothing: portable)
+ *   -DBURST_AMX (bfloat16; with -DBURST_PIECES=3 float32) | -DBURST_AVX512 | -DBURST_AVX2 | (nothing: portable)
  *   -DBURST_DOUBLE | (nothing: float)
  */
 #ifdef BURST_AMX
@@ -87,4 +87,30 @@ void burst_delta(burst_block *b)
                 *entry_at(&b->delta, batch, head, row) =
                     ((sum[0] + sum[4]) + (sum[1] + sum[5])) + ((sum[2] + sum[6]) + (sum[3] + sum[7]));
             }
+}
+
+/* Whether all numbers of an array are finite and neither huge nor, as a whole, tiny: then float32 may be split. */
+static int tame(const burst_array *x, const burst_block *b, int64_t rows, int64_t heads, int64_t n)
+{
+    word top = 0;
+    for (int64_t batch = 0; batch < b->batch; batch++)
+        for (int64_t row = 0; row < rows; row++)
+            for (int64_t head = 0; head < heads; head++) {
+                const char *from = row_at(x, batch, row, head);
+                word most = 0;
+                if (x->step[3] == sizeof(REAL))
+                    for (int64_t i = 0; i < n; i++) most = MAX(most, magnitude(((const REAL *)from)[i]));
+                else
+                    for (int64_t i = 0; i < n; i++) most = MAX(most, magnitude(*(const REAL *)(from + i * x->step[3])));
+                top = MAX(top, most);
+            }
+    return top == 0 || (top >= magnitude((REAL)0x1p-60) && top <= magnitude((REAL)0x1p100));
+}
+
+/* Of q, k, v and, where there is one, dout; all of type REAL. */
+int burst_tame(burst_block *b)
+{
+    return tame(&b->q, b, b->rows_q, b->heads, b->d) && tame(&b->k, b, b->rows_k, b->kv_heads, b->d) &&
+           tame(&b->v, b, b->rows_k, b->kv_heads, b->dim_v) &&
+           (!b->dout.data || tame(&b->dout, b, b->rows_q, b->heads, b->dim_v));
 }

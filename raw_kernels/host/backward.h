@@ -125,7 +125,7 @@ NOINLINE int backward_tile(gradient_panel *p, backward_room *w, const burst_bloc
     const int capped = w->how.softcap != 0, plain = !capped && !w->how.alibi;
     for (int64_t block = from; block < to; block++) {
         REAL *weights = w->p + (block - from) * KR * NR, *ds = w->ds + (block - from) * KR * NR;
-        const int cut = block_sight(t, &p->q, block) != FULL;
+        const int cut = !full && block_sight(t, &p->q, block) != FULL;
         if (plain && !cut) {
             weigh_again(t->k + block * KR * t->ld_k, t->ld_k, b->d, p, weights);
         } else {

@@ -115,7 +115,7 @@ NOINLINE int forward_tile(panel *p, forward_room *w, const burst_block *b)
     } else {
         for (int64_t block = from; block < to; block++) {
             REAL *weights = w->p + (block - from) * KR * NR;
-            if (plain && block_sight(t, &p->q, block) == FULL) {
+            if (plain && (full || block_sight(t, &p->q, block) == FULL)) {
                 weigh_full(t->k + block * KR * t->ld_k, t->ld_k, p->query, b->d, p->ref, weights, sum);
             } else {
                 score_any(t, block, &p->q, p->query, b->d, &w->how, weights, NULL);

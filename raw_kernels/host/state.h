@@ -113,10 +113,8 @@ INLINE int too_high(const vec *sum)
 /* Whether a lane that has no m yet may see something in this tile */
 INLINE int waits_for(const panel *p, const key_tile *t)
 {
-    INT low = t->block_min[0], high = t->block_max[0];
-    for (int64_t i = 1; i < t->blocks; i++) low = MIN(low, t->block_min[i]), high = MAX(high, t->block_max[i]);
     for (int i = 0; i < NR; i++)
-        if (p->top[i] == (REAL)-INFINITY && p->q.lo[i] <= high && p->q.hi[i] > low) return 1;
+        if (p->top[i] == (REAL)-INFINITY && p->q.lo[i] <= t->max && p->q.hi[i] > t->min) return 1;
     return 0;
 }
 

@@ -42,6 +42,11 @@ INLINE void *take(arena *a, int64_t bytes)
 
 /* ---------------------------------------------------------------- a call */
 
+#if defined(BURST_PIECES) && BURST_PIECES > 1
+#define BURST_SPLIT 1
+#else
+#define BURST_SPLIT 0
+#endif
 #ifndef BURST_PANELS
 #define BURST_PANELS 16 /* panels of a group: a packed tile of keys serves that many */
 #endif
@@ -64,7 +69,8 @@ typedef struct {
 INLINE int64_t group_panels_of(const burst_block *b, int backward)
 {
     const int64_t panels = ROUND_UP(b->rows_q, NR) / NR, enough = backward ? 16 : 4 * b->threads;
-    const int64_t room = (int64_t)1 << 20, panel_bytes = (b->d + b->dim_v) * NR * (int64_t)sizeof(REAL) * (1 + backward);
+    const int64_t room = (int64_t)1 << 20, element = sizeof(REAL) + 2 * BURST_SPLIT;
+    const int64_t panel_bytes = (b->d + b->dim_v) * NR * element * (1 + backward);
     int64_t n = MIN(BURST_PANELS, MAX(1, room / panel_bytes));
     while (n > 1 && b->batch * b->heads * (ROUND_UP(panels, n) / n) < enough) n /= 2;
     return n;

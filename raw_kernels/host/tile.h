@@ -11,6 +11,7 @@ typedef struct {
     REAL *row;            /* one row */
     INT *pos;             /* [keys] */
     INT *block_min, *block_max; /* [blocks] */
+    INT min, max;               /* of all */
     int64_t ld_k, ld_v, chunk_stride;
     int64_t first, live, blocks; /* first key, keys, blocks of KR keys */
     int wild_k, wild_v;   /* an infinity or NaN is among them */
@@ -30,6 +31,8 @@ INLINE void load_positions(key_tile *t, const call *c, int64_t index)
     t->live = MIN(c->tile_keys, c->b->rows_k - t->first);
     t->blocks = ROUND_UP(t->live, KR) / KR;
     t->wild_k = t->wild_v = 0;
+    t->min = c->tile_min[index];
+    t->max = c->tile_max[index];
     for (int64_t i = 0; i < t->live; i++) t->pos[i] = c->b->pos[t->first + i];
     for (int64_t block = 0; block < t->blocks; block++) {
         INT low = t->pos[block * KR], high = low;
@@ -123,6 +126,12 @@ INLINE enum sight block_sight(const key_tile *t, const lanes *q, int64_t block)
 INLINE void seen_blocks(const key_tile *t, const lanes *q, int64_t *from, int64_t *to, int *full)
 {
     int64_t a = 0, z = t->blocks;
+    if (sight_of(q, t->min, t->max) == FULL && t->live == z * KR && !(q->idle && (t->wild_k || t->wild_v))) {
+        *from = 0;
+        *to = z;
+        *full = 1;
+        return;
+    }
     while (a < z && block_sight(t, q, a) == HIDDEN) a++;
     while (z > a && block_sight(t, q, z - 1) == HIDDEN) z--;
     *full = 1;

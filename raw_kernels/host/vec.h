@@ -24,7 +24,11 @@ typedef int32_t INT;
 #include <immintrin.h>
 #define VBYTES 64
 #define KR 32
-#ifndef VR
+#ifdef BURST_PANEL_VECTORS
+#define VR BURST_PANEL_VECTORS
+#elif defined(BURST_PIECES) && BURST_PIECES > 1
+#define VR 4
+#else
 #define VR 8
 #endif
 #define WIDE 4
