@@ -1,0 +1,173 @@
+"""The CPU kernels against PyTorch's scaled_dot_product_attention and against the core's FMA peak, on one thread.
+
+    python benchmarks/host.py                     # the table
+    python benchmarks/host.py --case float32:64:causal --repeats 30
+    python benchmarks/host.py --isa avx2
+
+Machines are shared and clocks move: the two are run in turn, again and again, and a figure is the median of the
+ratios of neighbours, never a quotient of two times from different minutes.  Times are CPU times of the process.
+PyTorch gets its own favourite layout, (batch, heads, rows, head_dim) contiguous; the kernels get (batch, rows, heads,
+head_dim) as the library holds it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import statistics
+import time
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+
+import ml_dtypes  # noqa: E402
+import numpy as np  # noqa: E402
+
+from burstmpi.backends import compile, host  # noqa: E402
+from burstmpi.backends.base import Dims, Work  # noqa: E402
+from burstmpi.checks import accumulator  # noqa: E402
+from burstmpi.rules import Rules, Sight  # noqa: E402
+
+DTYPES = {"float64": np.float64, "float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+CASES = [
+    *(f"float32:{d}:{rule}" for d in (64, 128) for rule in ("full", "causal")),
+    *(f"bfloat16:{d}:{rule}" for d in (64, 128) for rule in ("full", "causal")),
+    *(f"float64:{d}:{rule}" for d in (64, 128) for rule in ("full", "causal")),
+]
+
+
+def seconds(run) -> float:
+    start = time.process_time()
+    run()
+    return time.process_time() - start
+
+
+class Peak:
+    """Fused multiply-adds of one core, in GF/s."""
+
+    def __init__(self, isa, wide):
+        flags = [*host.BASE_FLAGS, *host.FLAGS[isa, "float64" if wide else "float32"]]
+        self.run = compile.load(f"peak-{isa}-{wide}", host._sources() / "peak.c", flags).burst_fma
+        self.run.restype, self.run.argtypes = ctypes.c_double, [ctypes.c_int64]
+
+    def __call__(self) -> float:
+        best = 0.0
+        for _ in range(3):
+            start = time.process_time()
+            flops = self.run(1_000_000)
+            best = max(best, flops / (time.process_time() - start) * 1e-9)
+        return best
+
+
+class Ours:
+    """A block as the ring hands it to the backend."""
+
+    def __init__(self, backend, dtype, d, options, heads, rows, kv_heads=None):
+        rng = np.random.default_rng(0)
+        kv_heads = kv_heads or heads
+        make = lambda h: rng.standard_normal((1, rows, h, d), np.float32).astype(DTYPES[dtype])  # noqa: E731
+        self.q, self.k, self.v, self.dout = make(heads), make(kv_heads), make(kv_heads), make(heads)
+        acc = accumulator(self.q.dtype)
+        self.backend, rules = backend, Rules(**options)
+        dims = Dims(1, heads, kv_heads, d, d, self.q.dtype, acc)
+        self.at, self.lo, self.hi = rules.intervals(np.arange(rows), rows, rows)
+        sight = Sight(self.at, self.lo, self.hi, np.arange(rows, dtype=np.int32))
+        scores = rules.scores(d)
+        need = max(backend.scratch_bytes(dims, scores, rows, rows, way) for way in (False, True))
+        self.work = Work(sight, scores, backend.allocate(need))
+        self.state, self.lse = np.empty(self.q.shape, acc), np.empty((1, heads, rows), acc)
+        self.out = np.empty(self.q.shape, self.q.dtype)
+        self.delta = np.empty(self.lse.shape, acc)
+        self.dq, self.dk, self.dv = (np.empty(x.shape, acc) for x in (self.q, self.k, self.v))
+        self.grads = [np.empty_like(x) for x in (self.q, self.k, self.v)]
+        pairs = float((self.hi.astype(np.int64) - self.lo).sum())
+        self.flops = (4 * pairs * d * heads, 10 * pairs * d * heads)
+
+    def forward(self):
+        self.backend.attend(self.q, self.k, self.v, self.state, self.lse, self.work, first=True, final=self.out)
+
+    def backward(self):
+        """All that a backward call does on one rank: delta, the kernel, and the cast of the results."""
+        self.backend.delta(self.dout, self.out, self.delta)
+        self.backend.attend_backward(
+            self.dout, self.q, self.k, self.v, self.lse, self.delta, self.dq, self.dk, self.dv, self.work,
+            fresh_q=True, fresh_kv=True,
+        )  # fmt: skip
+        if self.q.dtype != self.dq.dtype:
+            for to, total in zip(self.grads, (self.dq, self.dk, self.dv)):
+                self.backend.copy(to, total)
+
+
+class Torch:
+    """The same arrays in PyTorch."""
+
+    def __init__(self, ours: Ours, causal):
+        import torch
+
+        torch.set_num_threads(1)
+
+        def tensor(x):
+            bits = x.transpose(0, 2, 1, 3)
+            if x.dtype == ml_dtypes.bfloat16:
+                return torch.from_numpy(np.ascontiguousarray(bits).view(np.int16)).view(torch.bfloat16)
+            return torch.from_numpy(np.ascontiguousarray(bits))
+
+        self.q, self.k, self.v, self.dout = (tensor(x) for x in (ours.q, ours.k, ours.v, ours.dout))
+        self.causal = causal
+        self.ops = torch.ops.aten
+
+    def forward(self):
+        self.out, self.lse = self.ops._scaled_dot_product_flash_attention_for_cpu(self.q, self.k, self.v, 0.0, self.causal)
+
+    def backward(self):
+        self.ops._scaled_dot_product_flash_attention_for_cpu_backward(
+            self.dout, self.q, self.k, self.v, self.out, self.lse, 0.0, self.causal
+        )
+
+
+def measure(case, backend, rows, heads, repeats):
+    """One line of the table."""
+    dtype, d, rule = case.split(":")
+    d, causal = int(d), rule == "causal"
+    ours = Ours(backend, dtype, d, {"causal": causal}, heads, rows)
+    torch = Torch(ours, causal)
+    peak = Peak("avx512" if backend.isa == "amx" else backend.isa, dtype == "float64")
+    ratios, shares, rates = {}, {}, {}
+    for way, flops in zip(("forward", "backward"), ours.flops):
+        mine, theirs = getattr(ours, way), getattr(torch, way)
+        mine(), theirs()
+        ratio, share, rate = [], [], []
+        for _ in range(repeats):
+            a, b = seconds(mine), seconds(theirs)
+            limit = peak()
+            ratio.append(b / a)
+            share.append(flops / a * 1e-9 / limit)
+            rate.append((flops / a * 1e-9, flops / b * 1e-9))
+        ratios[way], shares[way], rates[way] = statistics.median(ratio), share, rate
+    cell = lambda way: (  # noqa: E731
+        f"{ratios[way]:.2f} | {statistics.median(shares[way]):.0%} | {max(r[0] for r in rates[way]):.0f} | "
+        f"{max(r[1] for r in rates[way]):.0f}"
+    )
+    print(f"| {dtype} d {d} {rule} | {cell('forward')} | {cell('backward')} |", flush=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", action="append", help="dtype:head_dim:full|causal")
+    parser.add_argument("--rows", type=int, default=4096)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--isa", choices=list(host.ISAS))
+    parser.add_argument("--flags", default="", help="more flags for the compiler, such as -DBURST_KEYS_FORWARD=96")
+    args = parser.parse_args()
+    backend = host.HostBackend(args.isa, threads=1, extra_flags=args.flags.split())
+    print(f"{backend.isa}, {args.rows} tokens, {args.heads} heads, one thread, median of {args.repeats}")
+    print("| case | fwd / torch | of FMA peak | best GF/s | torch GF/s | bwd / torch | of FMA peak | best GF/s | torch GF/s |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for case in args.case or CASES:
+        measure(case, backend, args.rows, args.heads, args.repeats)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""Turn C sources into a loaded library: the system's compiler at first use, a private cache afterwards.
+
+    key      = hash(sources, flags, compiler's path, size and time, machine)
+    folder   = $BURSTMPI_CACHE, else $XDG_CACHE_HOME/burstmpi, else ~/.cache/burstmpi
+    file     = <name>-<key>.so, owner only (0600), with a digest of its own content behind it
+
+A file appears by rename, so nobody ever sees half of one; a lock lets one process of many compile while the others
+wait.  What could have been written or damaged by anybody else is not loaded: the folder and the file must belong to
+this user and be writable by nobody else, and the digest must be right.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import stat
+import subprocess
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+
+__all__ = ["BuildError", "cache_folder", "compiler", "load"]
+
+MAGIC = b"burstmpi"
+TRAILER = 32 + len(MAGIC)  # sha256 of all before it, then the magic
+
+
+class BuildError(RuntimeError):
+    """No library: the text says what is missing and what to do."""
+
+
+def compiler() -> list[str]:
+    """Find the C compiler as a command: $CC, else cc, gcc or clang."""
+    if os.environ.get("CC"):
+        words = shlex.split(os.environ["CC"])
+        if not words or shutil.which(words[0]) is None:
+            raise BuildError(f"CC={os.environ['CC']!r}: no such compiler")
+        return [shutil.which(words[0]), *words[1:]]
+    for name in ("cc", "gcc", "clang"):
+        if path := shutil.which(name):
+            return [path]
+    raise BuildError("no C compiler found (cc, gcc or clang); install one, or set CC to its path")
+
+
+def cache_folder() -> Path:
+    """Give the private folder for built libraries; make it where it is missing.
+
+    Raises
+    ------
+    BuildError
+        It cannot be made, or belongs to another user, or others may write to it.
+    """
+    if os.environ.get("BURSTMPI_CACHE"):
+        folder = Path(os.environ["BURSTMPI_CACHE"]).expanduser()
+    else:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "burstmpi"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        state = folder.stat()
+    except (OSError, RuntimeError) as error:
+        raise BuildError(f"{folder}: no folder for compiled kernels ({error}); set BURSTMPI_CACHE to one") from None
+    problem = _foreign(state)
+    if problem:
+        raise BuildError(f"{folder}: {problem}; set BURSTMPI_CACHE to a folder of your own (chmod 700)")
+    return folder
+
+
+def _foreign(state) -> str | None:
+    """What is wrong with the owner or the rights of a file or folder, or None."""
+    if state.st_uid != os.geteuid():
+        return f"belongs to user {state.st_uid}, not to {os.geteuid()}"
+    if state.st_mode & 0o022:
+        return f"others may write to it (mode {stat.S_IMODE(state.st_mode):o})"
+    return None
+
+
+def load(name: str, main: Path, flags: list[str]) -> ctypes.CDLL:
+    """Compile ``main`` (and what it includes from its folder) with these flags, or take it from the cache.
+
+    Raises
+    ------
+    BuildError
+        No compiler, no folder, or the compiler's own words.
+    """
+    folder, command = cache_folder(), compiler()
+    path = folder / f"{name}-{_key(main, flags, command)}.so"
+    if not _sound(path):
+        with _alone(path):
+            if not _sound(path):  # another process may have built it while this one waited
+                _build(command, flags, main, path)
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise BuildError(f"{path}: cannot be loaded ({error}); set BURSTMPI_CACHE to a folder that allows it") from None
+
+
+def _key(main: Path, flags, command) -> str:
+    state = os.stat(command[0])
+    digest = hashlib.sha256()
+    digest.update(repr((flags, command, os.path.realpath(command[0]), state.st_size, state.st_mtime_ns)).encode())
+    digest.update(repr((platform.machine(), platform.libc_ver())).encode())
+    for source in sorted([main, *main.parent.glob("*.h"), *main.parent.parent.glob("*.h")]):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    return digest.hexdigest()[:24]
+
+
+def _sound(path: Path) -> bool:
+    """Whether a cached file is this user's own, whole and unchanged."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    with os.fdopen(handle, "rb") as file:
+        state = os.fstat(file.fileno())
+        if not stat.S_ISREG(state.st_mode) or _foreign(state):
+            return False
+        content = file.read()
+    body, digest, magic = content[:-TRAILER], content[-TRAILER : -len(MAGIC)], content[-len(MAGIC) :]
+    return magic == MAGIC and hashlib.sha256(body).digest() == digest
+
+
+@contextmanager
+def _alone(path: Path):
+    """Let one process at a time in; a file system without locks lets all in, which is only slower."""
+    with open(os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "wb") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError:
+            pass
+        yield
+
+
+def _build(command, flags, main: Path, path: Path) -> None:
+    """Compile into a private folder, seal, and move into place."""
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".build-") as work:
+        target = Path(work) / path.name
+        words = [*command, *flags, str(main), "-o", str(target), "-lm"]
+        try:
+            done = subprocess.run(words, capture_output=True, text=True, timeout=600, stdin=subprocess.DEVNULL)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise BuildError(f"{shlex.join(words)}: {error}") from None
+        if done.returncode or not target.exists():
+            raise BuildError(f"{shlex.join(words)}: failed\n{done.stderr.strip()[-2000:]}")
+        with open(target, "ab") as file:
+            body = target.read_bytes()
+            file.write(hashlib.sha256(body).digest() + MAGIC)
+        os.chmod(target, 0o600)
+        os.replace(target, path)

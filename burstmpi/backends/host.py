@@ -1,0 +1,333 @@
+"""Compiled C on the CPU: the verbs of ``base.Backend`` over the kernels in raw_kernels/host.
+
+Kernels exist for several instruction sets and are chosen at run time by what the CPU and the system offer;
+BURSTMPI_ISA, or the argument ``isa``, forces one.  See docs/host.md.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from ..rules import Scores
+from . import compile
+from .base import Dims, Work
+from .compile import BuildError
+from .numpy import NumpyBackend
+
+__all__ = ["BuildError", "HostBackend", "ISAS", "available", "missing", "threads_here"]
+
+ABI = 3
+TYPES = {"float64": 0, "float32": 1, "float16": 2, "bfloat16": 3}
+PROGRESS = 250_000  # ns between two calls of a caller's progress: MPI needs one every 0.2 ms or so
+IDLE = 20_000_000  # ns, where nobody waits for it and only signals are to be seen
+
+# -ffp-contract: products become FMA wherever there is one.  No -ffast-math: infinities and NaN mean something here.
+BASE_FLAGS = ["-std=gnu11", "-O3", "-fPIC", "-shared", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
+
+_AVX512 = ["-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl", "-mfma", "-mprefer-vector-width=512", "-DBURST_AVX512"]
+_AMX = [*_AVX512, "-mamx-tile", "-mamx-bf16", "-mavx512bf16", "-DBURST_AMX"]
+
+# name: what /proc/cpuinfo must list; fastest first
+ISAS = {
+    "amx": ("avx512f", "avx512dq", "avx512bw", "avx512vl", "avx2", "fma", "avx512_bf16", "amx_tile", "amx_bf16"),
+    "avx512": ("avx512f", "avx512dq", "avx512bw", "avx512vl", "avx2", "fma"),
+    "avx2": ("avx2", "fma"),
+    "portable": (),
+}
+
+# (instruction set, type): the compiler's flags.  Types that are not listed go by their accumulator.
+FLAGS = {
+    ("amx", "bfloat16"): [*_AMX, "-DBURST_KEYS_FORWARD=256", "-DBURST_KEYS_BACKWARD=128", "-DBURST_EXP2_DEGREE=5"],
+    ("amx", "float32"): [*_AMX, "-DBURST_PIECES=3"],
+    ("avx512", "float32"): _AVX512,
+    ("avx512", "float64"): [*_AVX512, "-DBURST_DOUBLE"],
+    ("avx2", "float32"): ["-mavx2", "-mfma", "-DBURST_AVX2"],
+    ("avx2", "float64"): ["-mavx2", "-mfma", "-DBURST_AVX2", "-DBURST_DOUBLE"],
+    ("portable", "float32"): [],
+    ("portable", "float64"): ["-DBURST_DOUBLE"],
+}
+
+
+def variant(isa: str, dtype) -> tuple[str, str]:
+    """Which key of ``FLAGS`` computes arrays of that type: AMX knows bfloat16 and, by pieces, float32."""
+    name = np.dtype(dtype).name
+    if isa == "amx" and name not in ("bfloat16", "float32"):
+        isa = "avx512"
+    return (isa, name) if (isa, name) in FLAGS else (isa, "float32")
+
+
+@cache
+def cpu_flags() -> frozenset:
+    """Instruction sets that the CPU has and the system saves, from /proc/cpuinfo; none where there is no such file."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            for line in file:
+                if line.startswith("flags"):
+                    return frozenset(line.split(":", 1)[1].split())
+    except OSError:
+        pass
+    return frozenset()
+
+
+@cache
+def tiles_permitted() -> bool:
+    """Ask the kernel for AMX's tile registers; each process must, before it touches them."""
+    if platform.machine() != "x86_64" or platform.system() != "Linux":
+        return False
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
+    return ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
+
+
+def missing(isa: str) -> list[str]:
+    """What this CPU or system lacks for an instruction set of ``ISAS``."""
+    lacks = sorted(set(ISAS[isa]) - cpu_flags())
+    if isa == "amx" and not lacks and not tiles_permitted():
+        lacks = ["permission for tile registers"]
+    return lacks
+
+
+def available() -> list[str]:
+    """Instruction sets that this CPU runs, fastest first."""
+    return [isa for isa in ISAS if not missing(isa)]
+
+
+def threads_here() -> int:
+    """Threads of this rank: OMP_NUM_THREADS, else its cores, shared with the node's other ranks where not bound."""
+    told = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    if told.isdigit() and int(told) > 0:
+        return int(told)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    ranks = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or os.environ.get("MPI_LOCALNRANKS") or "1"
+    bound = cores < (os.cpu_count() or 1)
+    return cores if bound else max(1, cores // max(1, int(ranks) if ranks.isdigit() else 1))
+
+
+def _sources() -> Path:
+    """The kernels' folder: inside the package where it is installed, beside it in the repository."""
+    package = Path(__file__).resolve().parent.parent
+    for root in (package / "raw_kernels", package.parent / "raw_kernels"):
+        if (root / "host" / "attend.c").exists():
+            return root / "host"
+    raise BuildError(f"{package}: raw_kernels/host/attend.c is missing; install burstmpi again")
+
+
+# ---------------------------------------------------------------- the struct of abi.h
+
+
+class _Array(ctypes.Structure):
+    _fields_ = [("data", ctypes.c_void_p), ("step", ctypes.c_int64 * 4)]
+
+
+class _Vector(ctypes.Structure):
+    _fields_ = [("data", ctypes.c_void_p), ("step", ctypes.c_int64 * 3)]
+
+
+_CALLBACK = ctypes.CFUNCTYPE(ctypes.c_int)
+_ARRAYS = ("q", "k", "v", "out", "final", "dout", "dq", "dk", "dv")
+_COUNTS = ("batch", "rows_q", "rows_k", "heads", "kv_heads", "d", "dim_v", "type", "first", "fresh_q", "fresh_kv", "threads")
+
+
+class _Block(ctypes.Structure):
+    _fields_ = [
+        *((name, _Array) for name in _ARRAYS),
+        ("lse", _Vector),
+        ("delta", _Vector),
+        *((name, ctypes.c_void_p) for name in ("at", "lo", "hi", "pos", "slopes")),
+        ("scale", ctypes.c_double),
+        ("softcap", ctypes.c_double),
+        *((name, ctypes.c_int64) for name in _COUNTS),
+        ("scratch", ctypes.c_void_p),
+        ("scratch_bytes", ctypes.c_int64),
+        ("progress", _CALLBACK),
+        ("interval_ns", ctypes.c_int64),
+        ("tiles", ctypes.c_int64),
+    ]
+
+
+class _Library:
+    """The kernels of one variant, loaded."""
+
+    def __init__(self, which: tuple[str, str], extra=()):
+        flags = [*BASE_FLAGS, *FLAGS[which], *extra]
+        name = "host-" + "-".join(which)
+        try:
+            library = compile.load(name, _sources() / "attend.c", [*flags, "-fopenmp"])
+        except BuildError as error:
+            if "failed\n" not in str(error):
+                raise
+            library = compile.load(name, _sources() / "attend.c", flags)  # a compiler without OpenMP: one thread
+        library.burst_abi.restype = ctypes.c_int64
+        if library.burst_abi() != ABI * 1000 + ctypes.sizeof(_Block):
+            raise BuildError(f"{library._name}: was built for another version of burstmpi; remove it")
+        self.scratch_bytes = library.burst_scratch_bytes
+        self.scratch_bytes.restype = ctypes.c_int64
+        self.scratch_bytes.argtypes = [ctypes.POINTER(_Block), ctypes.c_int64]
+        self.attend, self.attend_backward = library.burst_attend, library.burst_attend_backward
+        self.delta, self.tame = library.burst_delta, library.burst_tame
+        for verb in (self.attend, self.attend_backward, self.delta, self.tame):
+            verb.argtypes = [ctypes.POINTER(_Block)]
+        rows, keys = ctypes.c_int64(), ctypes.c_int64()
+        library.burst_tile(ctypes.byref(rows), ctypes.byref(keys))
+        self.tile_rows, self.tile_keys = rows.value, keys.value
+
+
+_LIBRARIES: dict[tuple, _Library] = {}
+
+
+def _library(which, extra=()) -> _Library:
+    key = (which, tuple(extra))
+    if key not in _LIBRARIES:
+        _LIBRARIES[key] = _Library(*key)
+    return _LIBRARIES[key]
+
+
+# ---------------------------------------------------------------- the backend
+
+
+class HostBackend(NumpyBackend):
+    """The verbs of ``base.Backend`` in C; memory and plain copies are NumPy's.
+
+    Parameters
+    ----------
+    isa : a key of ``ISAS``; None takes BURSTMPI_ISA, else the fastest that this CPU has
+    threads : None takes ``threads_here()``
+    extra_flags : for the compiler (sanitizers, tile sizes)
+
+    Raises
+    ------
+    ValueError
+        An instruction set that does not exist or that this CPU lacks.
+    BuildError
+        The kernels cannot be built or loaded.
+    """
+
+    name = "host"
+
+    def __init__(self, isa: str | None = None, threads: int | None = None, extra_flags=()):
+        isa = isa or os.environ.get("BURSTMPI_ISA") or available()[0]
+        if isa not in ISAS:
+            raise ValueError(f"BURSTMPI_ISA: must be one of {', '.join(ISAS)}, got {isa!r}")
+        if missing(isa):
+            raise ValueError(f"BURSTMPI_ISA: this CPU has no {', '.join(missing(isa))}, so {isa!r} cannot run")
+        self.isa, self.threads, self._extra = isa, threads or threads_here(), tuple(extra_flags)
+        self._of(np.float32)  # now rather than in the first call: choose() must know whether it works
+
+    def _of(self, dtype) -> list[_Library]:
+        """The kernels for arrays of that type, then those for numbers that the first cannot split."""
+        which = variant(self.isa, dtype)
+        keys = [which, ("avx512", "float32")] if which == ("amx", "float32") else [which]
+        return [_library(key, self._extra) for key in keys]
+
+    # ------------------------------------------------------------ sizes
+
+    def scratch_bytes(self, dims: Dims, scores: Scores, rows_q: int, rows_k: int, backward: bool) -> int:
+        """What the kernels cut their tiles from, all threads together: told by the code that cuts it."""
+        block = _Block(threads=self.threads, rows_q=rows_q, rows_k=rows_k)
+        _sizes(block, dims)
+        return max(library.scratch_bytes(block, backward) for library in self._of(dims.dtype))
+
+    def tile_count(self, dims: Dims, rows_q: int, rows_k: int) -> int:
+        """Pairs of a panel of queries and a tile of keys, over batch and heads."""
+        library = self._of(dims.dtype)[0]
+        return dims.batch * dims.heads * -(-rows_q // library.tile_rows) * -(-rows_k // library.tile_keys)
+
+    # ------------------------------------------------------------ verbs
+
+    def delta(self, dout, out, delta) -> None:
+        """delta_i = Σ_c dout_ic out_ic."""
+        batch, rows, heads, width = dout.shape
+        block = _Block(batch=batch, rows_q=rows, heads=heads, dim_v=width, type=TYPES[dout.dtype.name])
+        block.dout, block.final, block.delta = _array(dout), _array(out), _vector(delta)
+        self._of(dout.dtype)[0].delta(block)
+
+    def attend(self, q, k, v, out, lse, work: Work, *, first, final=None) -> None:
+        """(out, lse) ← (out, lse) ⊕ attend(q, k, v); see ``base.Backend.attend``."""
+        if not q.size or not k.shape[1]:
+            return self._attend_nothing(out, lse, first, final)
+        block = self._block(q, k, v, lse, work)
+        block.first = first
+        block.out = _array(out)
+        if final is not None:
+            block.final = _array(final)
+        self._run("attend", block, q.dtype, work)
+
+    def _attend_nothing(self, out, lse, first, final) -> None:
+        if first:
+            self.clear(out)
+            self.clear(lse, -np.inf)
+        if final is not None:
+            self.copy(final, out)
+
+    def attend_backward(self, dout, q, k, v, lse, delta, dq, dk, dv, work: Work, *, fresh_q, fresh_kv) -> None:
+        """Add a block's share to dq, dk, dv; see ``base.Backend.attend_backward``."""
+        if not q.size or not k.shape[1]:
+            for fresh, total in ((fresh_q, dq), (fresh_kv, dk), (fresh_kv, dv)):
+                if fresh:
+                    self.clear(total)
+            return
+        block = self._block(q, k, v, lse, work)
+        block.fresh_q, block.fresh_kv = fresh_q, fresh_kv
+        block.dout, block.delta = _array(dout), _vector(delta)
+        block.dq, block.dk, block.dv = _array(dq), _array(dk), _array(dv)
+        self._run("attend_backward", block, q.dtype, work)
+
+    def _block(self, q, k, v, lse, work: Work) -> _Block:
+        sight, scores = work.sight, work.scores
+        block = _Block(threads=self.threads, rows_q=q.shape[1], rows_k=k.shape[1], scale=scores.scale)
+        _sizes(block, Dims(q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.dtype, lse.dtype))
+        block.q, block.k, block.v, block.lse = _array(q), _array(k), _array(v), _vector(lse)
+        keep = block.keep = []  # arrays must outlive the call
+        for name in ("at", "lo", "hi", "pos"):
+            keep.append(np.ascontiguousarray(getattr(sight, name), np.int32))
+            setattr(block, name, keep[-1].ctypes.data)
+        if scores.softcap is not None:
+            block.softcap = scores.softcap
+        if scores.slopes is not None:
+            keep.append(np.array(scores.slopes, np.float64))
+            block.slopes = keep[-1].ctypes.data
+        block.scratch, block.scratch_bytes = work.scratch.ctypes.data, work.scratch.nbytes
+        return block
+
+    def _run(self, verb: str, block: _Block, dtype, work: Work) -> None:
+        """Call a kernel; what ``progress`` raises stops it and is raised here."""
+        raised = []
+
+        def progress():
+            try:
+                work.progress()
+                return 0
+            except BaseException as error:  # KeyboardInterrupt as well: C code cannot be unwound
+                raised.append(error)
+                return 1
+
+        block.progress = _CALLBACK(progress)
+        quiet = work.progress is Work.__dataclass_fields__["progress"].default
+        block.interval_ns = IDLE if quiet else PROGRESS
+        first, *others = self._of(dtype)
+        library = first if not others or first.tame(block) else others[0]
+        status = getattr(library, verb)(block)
+        # counted in tiles of the first one, whichever ran
+        work.tally.tiles += block.tiles * (library.tile_rows * library.tile_keys) // (first.tile_rows * first.tile_keys)
+        if raised:
+            raise raised[0]
+        if status:
+            raise ValueError(f"scratch: {work.scratch.nbytes} bytes are too few for this block")
+
+
+def _sizes(block: _Block, dims: Dims) -> None:
+    block.batch, block.heads, block.kv_heads = dims.batch, dims.heads, dims.kv_heads
+    block.d, block.dim_v, block.type = dims.d, dims.dv, TYPES[dims.dtype.name]
+
+
+def _array(x) -> _Array:
+    return _Array(x.ctypes.data, x.strides)
+
+
+def _vector(x) -> _Vector:
+    return _Vector(x.ctypes.data, x.strides)

@@ -1,0 +1,367 @@
+/* AMX: bfloat16 products of 16 x 16 tiles, and how their operands are laid out.
+ *
+ * PIECES is 1 for bfloat16 and 3 for float32: a float32 is the exact sum of three bfloat16, x = x0 + x1 + x2, each
+ * about 2^-9 of the one before, and of the nine products of two such sums the six largest keep float32's accuracy:
+ *
+ *   x y ~ x2 y0 + x1 y0 + x1 y1 + x0 y1 + x0 y2 + x0 y0        (what is left out is below 2^-26 of it)
+ *
+ * Six products at sixteen times the speed are still 2.7 times the vector units.  Pieces lie in planes, one after another.
+ *
+ * A tile product is C[16][16] += A[16][32] B[32][16]: A is 16 rows of 32 bfloat16; B is 16 rows of 16 words, word
+ * (p, n) holding B[2p][n] and B[2p+1][n] ("paired rows"); C is float32.  The panel's lanes are the columns n, as
+ * everywhere else, so that weights, masks and maxima are the vector code's:
+ *
+ *   S[key][lane]  = K[key][c] Q'[c][lane]     A: K's own rows         B: Q, pairs of columns c, once a panel
+ *   O'[c][lane]  += V'[c][key] P[key][lane]   A: V turned, once a tile B: P, pairs of keys
+ *   dV[key][c]   += P[key][q] dO[q][c]        A: P in rows            B: dO, pairs of queries, once a panel
+ *
+ * Products are summed in float32.  With one piece, what is rounded to bfloat16 is P and dS; with three, nothing is.
+ */
+#ifndef BURST_AMX_H
+#define BURST_AMX_H
+
+#include "state.h"
+
+typedef uint16_t bf16;
+
+#ifndef BURST_PIECES
+#define BURST_PIECES 1
+#endif
+#define PIECES BURST_PIECES
+
+#define STEP 32 /* bfloat16 that one tile product contracts over; keys of a block */
+_Static_assert(NR % STEP == 0 && KR == STEP, "panels and blocks are whole tiles");
+
+typedef struct {
+    uint8_t palette, start, zero[14];
+    uint16_t row_bytes[16];
+    uint8_t rows[16];
+} tile_shapes;
+
+/* The palette is known: 8 tiles of 16 rows of 64 bytes.  (CPUID's leaves 0x1D and 0x1E may read zero in a guest.) */
+INLINE void shape_tiles(void)
+{
+    tile_shapes shapes = {.palette = 1};
+    for (int i = 0; i < 8; i++) {
+        shapes.row_bytes[i] = 64;
+        shapes.rows[i] = 16;
+    }
+    _tile_loadconfig(&shapes);
+}
+
+/* C0..C3 are tiles 0..3: two tiles of rows by two of columns; A is 4, 5 and B is 6, 7. */
+#define LOAD_C(c, ld)                                        \
+    _tile_loadd(0, (c), (ld)*4);                             \
+    _tile_loadd(1, (c) + 16, (ld)*4);                        \
+    _tile_loadd(2, (c) + 16 * (ld), (ld)*4);                 \
+    _tile_loadd(3, (c) + 16 * (ld) + 16, (ld)*4)
+#define STORE_C(c, ld)                                       \
+    _tile_stored(0, (c), (ld)*4);                            \
+    _tile_stored(1, (c) + 16, (ld)*4);                       \
+    _tile_stored(2, (c) + 16 * (ld), (ld)*4);                \
+    _tile_stored(3, (c) + 16 * (ld) + 16, (ld)*4)
+#define ZERO_C()                                             \
+    _tile_zero(0);                                           \
+    _tile_zero(1);                                           \
+    _tile_zero(2);                                           \
+    _tile_zero(3)
+#define LOAD_A(a, ld)                                        \
+    _tile_loadd(4, (a), (ld)*2);                             \
+    _tile_loadd(5, (a) + 16 * (ld), (ld)*2)
+#define LOAD_B(b, ld)                                        \
+    _tile_loadd(6, (b), (ld)*4);                             \
+    _tile_loadd(7, (b) + 16, (ld)*4)
+#define PRODUCTS()                                           \
+    _tile_dpbf16ps(0, 4, 6);                                 \
+    _tile_dpbf16ps(1, 4, 7);                                 \
+    _tile_dpbf16ps(2, 5, 6);                                 \
+    _tile_dpbf16ps(3, 5, 7)
+
+/* A factor in planes */
+typedef struct { const bf16 *at; int64_t ld, plane; } rows_of;
+typedef struct { const uint32_t *at; int64_t ld, plane; } pairs_of;
+
+/* C += A B for one step of 32, A from row and column of a given offset */
+INLINE void multiply(rows_of a, int64_t offset_a, pairs_of b, int64_t offset_b)
+{
+    const bf16 *x = a.at + offset_a;
+    const uint32_t *y = b.at + offset_b;
+#if PIECES == 1
+    LOAD_A(x, a.ld);
+    LOAD_B(y, b.ld);
+    PRODUCTS();
+#else
+    LOAD_A(x + 2 * a.plane, a.ld);
+    LOAD_B(y, b.ld);
+    PRODUCTS(); /* 2, 0 */
+    LOAD_A(x + a.plane, a.ld);
+    PRODUCTS(); /* 1, 0 */
+    LOAD_B(y + b.plane, b.ld);
+    PRODUCTS(); /* 1, 1 */
+    LOAD_A(x, a.ld);
+    PRODUCTS(); /* 0, 1 */
+    LOAD_B(y + 2 * b.plane, b.ld);
+    PRODUCTS(); /* 0, 2 */
+    LOAD_B(y, b.ld);
+    PRODUCTS(); /* 0, 0 */
+#endif
+}
+
+/* s[32 keys][NR] = k[32 keys][depth] q[depth][NR]; depth a multiple of 32 */
+NOINLINE void amx_scores(rows_of k, pairs_of q, int64_t depth, float *s)
+{
+    for (int lane = 0; lane < NR; lane += 32) {
+        ZERO_C();
+        for (int64_t c = 0; c < depth; c += STEP) multiply(k, c, q, c / 2 * NR + lane);
+        STORE_C(s + lane, NR);
+    }
+}
+
+/* o[c][NR] += turned[c][keys] p[keys][NR], over `columns` (a multiple of 32) columns c */
+NOINLINE void amx_add_panel(rows_of turned, pairs_of p, int64_t keys, float *o, int64_t columns)
+{
+    for (int64_t c = 0; c < columns; c += 32)
+        for (int lane = 0; lane < NR; lane += 32) {
+            LOAD_C(o + c * NR + lane, NR);
+            for (int64_t key = 0; key < keys; key += STEP) multiply(turned, c * turned.ld + key, p, key / 2 * NR + lane);
+            STORE_C(o + c * NR + lane, NR);
+        }
+}
+
+/* g[keys][columns] += p[keys][NR] x[NR][columns]; columns a multiple of 32 */
+NOINLINE void amx_add_rows(rows_of p, pairs_of x, float *g, int64_t keys, int64_t columns)
+{
+    for (int64_t c = 0; c < columns; c += 32)
+        for (int64_t key = 0; key < keys; key += 32) {
+            LOAD_C(g + key * columns + c, columns);
+            for (int q = 0; q < NR; q += STEP) multiply(p, key * NR + q, x, q / 2 * columns + c);
+            STORE_C(g + key * columns + c, columns);
+        }
+}
+
+/* ---------------------------------------------------------------- layouts */
+
+/* The leading piece of each lane, to nearest, still in place of a float32: x - leading(x) is exact. */
+INLINE vec leading(vec x) { return (vec)(((ivec)x + 0x8000) & (INT)0xffff0000); }
+
+#if PIECES == 3
+/* One row of the caller's float32 in three planes, zeros up to `padded`. */
+INLINE int copy_row(const char *src, int64_t step, int64_t n, int64_t padded, bf16 *dst, int64_t plane)
+{
+    for (int64_t c = 0; c < padded; c += LANES) {
+        vec x = zero();
+        if (step == 4 && c + LANES <= n)
+            x = loadu((const float *)(src + 4 * c));
+        else
+            for (int64_t i = c; i < MIN(n, c + LANES); i++) x[i - c] = *(const float *)(src + i * step);
+        for (int piece = 0; piece < PIECES; piece++) {
+            const vec head = leading(x);
+            _mm256_storeu_si256((__m256i *)(dst + piece * plane + c),
+                                _mm512_cvtepi32_epi16(_mm512_srli_epi32((__m512i)head, 16)));
+            x -= head;
+        }
+    }
+    return 0; /* such input does not come here: burst_tame */
+}
+#else
+/* One row of the caller's, zeros up to `padded`; returns whether an infinity or a NaN is in it. */
+INLINE int copy_row(const char *src, int64_t step, int64_t n, int64_t padded, bf16 *dst, int64_t plane)
+{
+    int wild = 0;
+    (void)plane;
+    if (step == 2)
+        memcpy(dst, src, (size_t)n * 2);
+    else
+        for (int64_t c = 0; c < n; c++) memcpy(dst + c, src + c * step, 2);
+    for (int64_t c = n; c < padded; c++) dst[c] = 0;
+    for (int64_t c = 0; c < padded; c++) wild |= (dst[c] & 0x7f80) == 0x7f80;
+    return wild;
+}
+#endif
+
+INLINE vec paired(const bf16 *a, const bf16 *b) /* words of 16 elements of two rows */
+{
+    const __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)a));
+    const __m512i high = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)b));
+    return (vec)_mm512_or_si512(low, _mm512_slli_epi32(high, 16));
+}
+
+/* rows[NR][ld] -> words[depth / 2][NR]: pairs of columns */
+NOINLINE void pair_columns(const bf16 *rows, int64_t ld, int64_t depth, uint32_t *words)
+{
+    for (int j = 0; j < VR; j++)
+        for (int64_t w = 0; w < depth / 2; w += 16) {
+            vec r[16];
+            UNROLL for (int i = 0; i < 16; i++) r[i] = loadu((const float *)(rows + (j * 16 + i) * ld + 2 * w));
+            transpose(r);
+            UNROLL for (int i = 0; i < 16; i++) storeu((float *)(words + (w + i) * NR + j * 16), r[i]);
+        }
+}
+
+/* rows[NR][ld] -> words[NR / 2][columns]: pairs of rows */
+NOINLINE void pair_rows(const bf16 *rows, int64_t ld, int64_t columns, uint32_t *words)
+{
+    for (int i = 0; i < NR / 2; i++)
+        for (int64_t c = 0; c < columns; c += 16)
+            storeu((float *)(words + i * columns + c), paired(rows + 2 * i * ld + c, rows + (2 * i + 1) * ld + c));
+}
+
+/* rows[keys][ld] -> turned[columns][ld_turned] */
+NOINLINE void turn(const bf16 *rows, int64_t ld, int64_t keys, int64_t columns, bf16 *turned, int64_t ld_turned)
+{
+    for (int64_t key = 0; key < keys; key += 32)
+        for (int64_t c = 0; c < columns; c += 16) {
+            vec r[16];
+            UNROLL for (int i = 0; i < 16; i++)
+                r[i] = paired(rows + (key + 2 * i) * ld + c, rows + (key + 2 * i + 1) * ld + c);
+            transpose(r);
+            UNROLL for (int i = 0; i < 16; i++) storeu((float *)(turned + (c + i) * ld_turned + key), r[i]);
+        }
+}
+
+/* ---------------------------------------------------------------- a tile of keys */
+
+typedef struct {
+    key_tile at;                 /* positions only */
+    bf16 *k, *v;                 /* [PIECES, keys, ld] rows */
+    bf16 *turned;                /* [PIECES, dv, ld_turned] V (forward), [PIECES, d, ld_turned] K (backward) */
+    int64_t ld_k, ld_v, ld_turned, plane_k, plane_v, plane_turned;
+} bf16_tile;
+
+INLINE void take_bf16_tile(arena *a, bf16_tile *t, const call *c, int backward)
+{
+    const burst_block *b = c->b;
+    const int64_t keys = ROUND_UP(c->tile_keys, STEP);
+    t->ld_k = ROUND_UP(b->d, STEP) + STEP;
+    t->ld_v = ROUND_UP(b->dim_v, STEP) + STEP;
+    t->ld_turned = keys + STEP;
+    t->plane_k = keys * t->ld_k;
+    t->plane_v = keys * t->ld_v;
+    t->plane_turned = ROUND_UP(backward ? b->d : b->dim_v, STEP) * t->ld_turned;
+    take_positions(a, &t->at, c);
+    t->k = TAKE(a, bf16, PIECES * t->plane_k);
+    t->v = TAKE(a, bf16, PIECES * t->plane_v);
+    t->turned = TAKE(a, bf16, PIECES * t->plane_turned);
+}
+
+INLINE rows_of keys_of(const bf16_tile *t, int64_t block)
+{
+    return (rows_of){t->k + block * KR * t->ld_k, t->ld_k, t->plane_k};
+}
+INLINE rows_of values_of(const bf16_tile *t, int64_t block)
+{
+    return (rows_of){t->v + block * KR * t->ld_v, t->ld_v, t->plane_v};
+}
+INLINE rows_of turned_of(const bf16_tile *t, int64_t block)
+{
+    return (rows_of){t->turned + block * KR, t->ld_turned, t->plane_turned};
+}
+
+NOINLINE void load_bf16_tile(bf16_tile *t, const call *c, int64_t batch, int64_t head, int64_t index, int backward)
+{
+    const burst_block *b = c->b;
+    const int64_t depth = ROUND_UP(b->d, STEP), width = ROUND_UP(b->dim_v, STEP);
+    load_positions(&t->at, c, index);
+    const int64_t keys = t->at.blocks * KR;
+    for (int64_t i = 0; i < t->at.live; i++) {
+        const char *k = row_at(&b->k, batch, t->at.first + i, head), *v = row_at(&b->v, batch, t->at.first + i, head);
+        t->at.wild_k |= copy_row(k, b->k.step[3], b->d, depth, t->k + i * t->ld_k, t->plane_k);
+        t->at.wild_v |= copy_row(v, b->v.step[3], b->dim_v, width, t->v + i * t->ld_v, t->plane_v);
+    }
+    for (int piece = 0; piece < PIECES; piece++) {
+        bf16 *k = t->k + piece * t->plane_k, *v = t->v + piece * t->plane_v, *turned = t->turned + piece * t->plane_turned;
+        for (int64_t i = t->at.live; i < keys; i++) { /* P is 0 there, and 0 times what was left there must be 0 */
+            memset(k + i * t->ld_k, 0, (size_t)depth * 2);
+            memset(v + i * t->ld_v, 0, (size_t)width * 2);
+        }
+        if (backward)
+            turn(k, t->ld_k, keys, depth, turned, t->ld_turned);
+        else
+            turn(v, t->ld_v, keys, width, turned, t->ld_turned);
+    }
+}
+
+/* Rows of Q or dO, [NR, ld] in planes, then as pairs of columns and, where wanted, as pairs of rows. */
+NOINLINE int load_factor(const burst_array *x, int64_t batch, int64_t head, int64_t row, int count, int64_t n, bf16 *rows,
+                         int64_t ld, uint32_t *columns, uint32_t *rows_paired)
+{
+    const int64_t padded = ROUND_UP(n, STEP), plane = NR * ld;
+    int wild = 0;
+    for (int i = 0; i < count; i++)
+        wild |= copy_row(row_at(x, batch, row + i, head), x->step[3], n, padded, rows + i * ld, plane);
+    for (int piece = 0; piece < PIECES; piece++) {
+        for (int i = count; i < NR; i++) memset(rows + piece * plane + i * ld, 0, (size_t)padded * 2);
+        pair_columns(rows + piece * plane, ld, padded, columns + piece * (padded / 2 * NR));
+        if (rows_paired) pair_rows(rows + piece * plane, ld, padded, rows_paired + piece * (NR / 2 * padded));
+    }
+    return wild;
+}
+
+/* ---------------------------------------------------------------- weights to bfloat16 */
+
+INLINE void put(void *p, vec x) { storeu((float *)p, x); }
+
+/* a0 b0 a1 b1 ...: of the first (or last) 16 of 32 bfloat16 each */
+INLINE vec interleave(vec a, vec b, const int last)
+{
+    const __m512i order = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5,
+                                           36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+    return (vec)_mm512_permutex2var_epi16((__m512i)a, _mm512_add_epi16(order, _mm512_set1_epi16(16 * last)), (__m512i)b);
+}
+
+#if PIECES == 1
+/* 32 bfloat16: low's 16, then high's */
+INLINE vec rounded(vec low, vec high) { return (vec)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low); }
+
+/* Two keys' weights of 16 lanes, as a pair */
+INLINE void put_pair(uint32_t *pairs, int64_t plane, vec a, vec b)
+{
+    (void)plane;
+    const vec both = rounded(a, b);
+    put(pairs, interleave(both, (vec)_mm512_shuffle_f32x4((__m512)both, (__m512)both, 0xee), 0));
+}
+
+/* Two keys' weights x[key][half] of 32 lanes, in rows and, where wanted, as pairs */
+INLINE void put_both(bf16 *rows, int64_t plane_rows, uint32_t *pairs, int64_t plane_pairs, vec x[2][2])
+{
+    (void)plane_rows, (void)plane_pairs;
+    const vec row0 = rounded(x[0][0], x[0][1]), row1 = rounded(x[1][0], x[1][1]);
+    put(rows, row0);
+    put(rows + NR, row1);
+    if (pairs) {
+        put(pairs, interleave(row0, row1, 0));
+        put(pairs + LANES, interleave(row0, row1, 1));
+    }
+}
+#else
+INLINE void put_pair(uint32_t *pairs, int64_t plane, vec a, vec b)
+{
+    UNROLL for (int piece = 0; piece < PIECES; piece++) {
+        const vec x = leading(a), y = leading(b);
+        put(pairs + piece * plane, (vec)(_mm512_or_si512(_mm512_srli_epi32((__m512i)x, 16), (__m512i)y)));
+        a -= x;
+        b -= y;
+    }
+}
+
+INLINE void put_both(bf16 *rows, int64_t plane_rows, uint32_t *pairs, int64_t plane_pairs, vec x[2][2])
+{
+    const __m512i heads = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27, 25, 23,
+                                           21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
+    UNROLL for (int piece = 0; piece < PIECES; piece++) {
+        vec h[2][2];
+        UNROLL for (int r = 0; r < 2; r++) UNROLL for (int i = 0; i < 2; i++) {
+            h[r][i] = leading(x[r][i]);
+            x[r][i] -= h[r][i];
+        }
+        UNROLL for (int r = 0; r < 2; r++)
+            put(rows + piece * plane_rows + r * NR,
+                (vec)_mm512_permutex2var_epi16((__m512i)h[r][0], heads, (__m512i)h[r][1]));
+        if (pairs) UNROLL for (int i = 0; i < 2; i++)
+            put(pairs + piece * plane_pairs + i * LANES,
+                (vec)_mm512_or_si512(_mm512_srli_epi32((__m512i)h[0][i], 16), (__m512i)h[1][i]));
+    }
+}
+#endif
+
+#endif

@@ -1,0 +1,215 @@
+/* Backward on AMX, in bfloat16 or in float32 by pieces: see backward.h for the method and amx.h for the layouts. */
+#ifndef BURST_AMX_BACKWARD_H
+#define BURST_AMX_BACKWARD_H
+
+#include "amx_forward.h"
+#include "gradient.h"
+
+typedef struct {
+    gradient_panel panels[BURST_PANELS];
+    bf16_tile tile;
+    float *s, *dp;        /* [KR, NR] a block's scores, then P; dP, then dS */
+    float *slopes;        /* [KR, NR] of the cap */
+    bf16 *p, *ds;         /* [PIECES, keys, NR] in rows */
+    uint32_t *ds_pairs;   /* [PIECES, keys / 2, NR] dS, pairs of keys */
+    int64_t plane;        /* keys * NR */
+    float *dk, *dv;       /* [keys, depth], [keys, width]: sums of this group for this tile */
+    float *rows;          /* [NR, ld], or [PIECES, NR, ld] of bfloat16 */
+    int64_t ld, depth, width;
+    bend how;
+} backward_room;
+
+INLINE void take_backward(arena *a, backward_room *w, const call *c)
+{
+    const burst_block *b = c->b;
+    const int64_t keys = ROUND_UP(c->tile_keys, KR);
+    w->depth = ROUND_UP(b->d, STEP);
+    w->width = ROUND_UP(b->dim_v, STEP);
+    w->ld = MAX(w->depth, w->width) + STEP;
+    take_bf16_tile(a, &w->tile, c, 1);
+    w->s = TAKE(a, float, KR * NR);
+    w->dp = TAKE(a, float, KR * NR);
+    w->slopes = TAKE(a, float, KR * NR);
+    w->plane = keys * NR;
+    w->p = TAKE(a, bf16, PIECES * w->plane);
+    w->ds = TAKE(a, bf16, PIECES * w->plane);
+    w->ds_pairs = TAKE(a, uint32_t, PIECES * w->plane / 2);
+    w->dk = TAKE(a, float, keys * w->depth);
+    w->dv = TAKE(a, float, keys * w->width);
+    w->rows = TAKE(a, float, NR * w->ld * (PIECES > 2 ? 2 : 1));
+    for (int64_t i = 0; i < c->group_panels; i++) {
+        gradient_panel *p = &w->panels[i];
+        take_gradient(a, p, b->d);
+        p->query = TAKE(a, uint32_t, PIECES * (w->depth / 2 * NR));
+        p->dout = TAKE(a, uint32_t, PIECES * (w->width / 2 * NR));
+        p->query_rows = TAKE(a, uint32_t, PIECES * (NR / 2 * w->depth));
+        p->dout_rows = TAKE(a, uint32_t, PIECES * (NR / 2 * w->width));
+    }
+}
+
+INLINE pairs_of paired_rows_of(const void *panel, int64_t padded) { return (pairs_of){panel, padded, NR / 2 * padded}; }
+
+/* Weights of keys i, i + 1 and lanes j, j + 1 of a block that starts at `start` in the tile's arrays */
+INLINE void put_weights(const backward_room *w, int64_t start, int i, int j, vec p[2][2], vec ds[2][2])
+{
+    const int64_t at = start + i * NR + j * LANES;
+    put_both(w->p + at, w->plane, NULL, 0, p);
+    put_both(w->ds + at, w->plane, w->ds_pairs + (start + i * NR) / 2 + j * LANES, w->plane / 2, ds);
+}
+
+/* P = 2^(factor s - lse), dS = P (dP - delta), for a block that is seen in full and not bent */
+NOINLINE void weigh_again(const backward_room *w, float factor, const gradient_panel *q, int64_t start)
+{
+    for (int j = 0; j < VR; j += 2) {
+        vec lse[2], low[2], delta[2];
+        UNROLL for (int h = 0; h < 2; h++) {
+            lse[h] = load(q->lse + (j + h) * LANES);
+            low[h] = load(q->lse_low + (j + h) * LANES);
+            delta[h] = load(q->delta + (j + h) * LANES);
+        }
+        for (int i = 0; i < KR; i += 2) {
+            vec pv[2][2], dsv[2][2];
+            UNROLL for (int r = 0; r < 2; r++) UNROLL for (int h = 0; h < 2; h++) {
+                const int at = (i + r) * NR + (j + h) * LANES;
+                pv[r][h] = exp2_vec(load(w->s + at) * factor - lse[h] - low[h]);
+                dsv[r][h] = pv[r][h] * (load(w->dp + at) - delta[h]);
+            }
+            put_weights(w, start, i, j, pv, dsv);
+        }
+    }
+}
+
+/* The same for any block: scores are bent and masked, and hidden pairs are 0 whatever came out there. */
+NOINLINE void weigh_any(backward_room *w, const gradient_panel *q, int64_t block, int cut, int64_t start)
+{
+    const key_tile *t = &w->tile.at;
+    for (int i = 0; i < KR; i++)
+        for (int j = 0; j < VR; j++) {
+            const int at = i * NR + j * LANES;
+            const vec x = exp2_vec(load(w->s + at) - load(q->lse + j * LANES) - load(q->lse_low + j * LANES));
+            vec y = x * (load(w->dp + at) - load(q->delta + j * LANES));
+            if (w->how.softcap != 0) y *= load(w->slopes + at);
+            store(w->s + at, x);
+            store(w->dp + at, y);
+        }
+    if (cut) {
+        const int live = (int)MIN(KR, t->live - block * KR);
+        hide_block(w->s, &q->q, t->pos + block * KR, live);
+        hide_block(w->dp, &q->q, t->pos + block * KR, live);
+    }
+    for (int i = 0; i < KR; i += 2)
+        for (int j = 0; j < VR; j += 2) {
+            vec pv[2][2], dsv[2][2];
+            UNROLL for (int r = 0; r < 2; r++) UNROLL for (int h = 0; h < 2; h++) {
+                pv[r][h] = load(w->s + (i + r) * NR + (j + h) * LANES);
+                dsv[r][h] = load(w->dp + (i + r) * NR + (j + h) * LANES);
+            }
+            put_weights(w, start, i, j, pv, dsv);
+        }
+}
+
+/* Pair by pair: see scores.h. */
+NOINLINE void add_gradients_carefully(gradient_panel *p, backward_room *w, const call *c, int64_t batch, int64_t head,
+                                      int64_t from, int64_t to)
+{
+    const burst_block *b = c->b;
+    const key_tile *t = &w->tile.at;
+    const int64_t kv_head = head / (b->heads / b->kv_heads);
+    for (int64_t key = from * KR; key < MIN(to * KR, t->live); key++)
+        for (int lane = 0; lane < p->count; lane++) {
+            if (t->pos[key] < p->q.lo[lane] || t->pos[key] >= p->q.hi[lane]) continue;
+            const int64_t at = (key - from * KR) * NR + lane;
+            const float weight = from_bf16(w->p[at]), slope = from_bf16(w->ds[at]);
+            const char *q = row_at(&b->q, batch, p->row + lane, head), *dout = row_at(&b->dout, batch, p->row + lane, head);
+            const char *k = row_at(&b->k, batch, t->first + key, kv_head);
+            for (int64_t i = 0; i < b->dim_v; i++)
+                w->dv[key * w->width + i] += weight * element(dout + i * b->dout.step[3], BURST_BF16);
+            for (int64_t i = 0; i < b->d; i++) {
+                w->dk[key * w->depth + i] += slope * element(q + i * b->q.step[3], BURST_BF16);
+                p->dq[i * NR + lane] += slope * element(k + i * b->k.step[3], BURST_BF16);
+            }
+        }
+}
+
+NOINLINE int backward_tile(gradient_panel *p, backward_room *w, const call *c, int64_t batch, int64_t head)
+{
+    const burst_block *b = c->b;
+    const bf16_tile *t = &w->tile;
+    int64_t from, to;
+    int full;
+    seen_blocks(&t->at, &p->q, &from, &to, &full);
+    if (from == to) return 0;
+    const int capped = w->how.softcap != 0, plain = !capped && !w->how.alibi;
+    for (int64_t block = from; block < to; block++) {
+        const int64_t at = (block - from) * KR * NR;
+        const int cut = !full && block_sight(&t->at, &p->q, block) != FULL;
+        amx_scores(values_of(t, block), columns_of(p->dout, b->dim_v), w->width, w->dp);
+        if (plain && !cut) {
+            amx_scores(keys_of(t, block), columns_of(p->query, b->d), w->depth, w->s);
+            weigh_again(w, factor_of(b), p, at);
+        } else {
+            score_any(t, block, &p->q, p->query, b, &w->how, w->s, capped ? w->slopes : NULL);
+            weigh_any(w, p, block, cut, at);
+        }
+    }
+    const int64_t keys = (to - from) * KR;
+    if (!full && (t->at.wild_k || t->at.wild_v || p->wild)) {
+        add_gradients_carefully(p, w, c, batch, head, from, to);
+    } else {
+        const rows_of weights = {w->p, NR, w->plane}, slopes = {w->ds, NR, w->plane};
+        const pairs_of slope_pairs = {w->ds_pairs, NR, w->plane / 2};
+        amx_add_rows(weights, paired_rows_of(p->dout_rows, w->width), w->dv + from * KR * w->width, keys, w->width);
+        amx_add_rows(slopes, paired_rows_of(p->query_rows, w->depth), w->dk + from * KR * w->depth, keys, w->depth);
+        amx_add_panel(turned_of(t, from), slope_pairs, keys, p->dq, w->depth);
+    }
+    return 1;
+}
+
+static void backward_worker(call *c, int thread, arena scratch)
+{
+    const burst_block *b = c->b;
+    backward_room w;
+    take_backward(&scratch, &w, c);
+    w.how = bend_of(b);
+    shape_tiles();
+    const int64_t share = b->heads / b->kv_heads;
+    int64_t computed = 0, t;
+    while ((t = atomic_fetch_add(&c->next, 1)) < c->tasks && carry_on(c, thread)) {
+        int64_t batch, head, group;
+        task_of(c, t, &batch, &head, &group);
+        const int64_t first = group * c->group_panels, n = MIN(c->group_panels, c->panels - first);
+        for (int64_t i = 0; i < n; i++) {
+            gradient_panel *p = &w.panels[i];
+            open_gradient(p, c, batch, head, first + i);
+            p->wild |= load_factor(&b->q, batch, head, p->row, p->count, b->d, (bf16 *)w.rows, w.ld, p->query, p->query_rows);
+            p->wild |= load_factor(&b->dout, batch, head, p->row, p->count, b->dim_v, (bf16 *)w.rows, w.ld, p->dout,
+                                   p->dout_rows);
+        }
+        for (int64_t index = 0; index < c->tiles; index++) {
+            if (!group_sees(c, group, index)) continue;
+            load_bf16_tile(&w.tile, c, batch, head / share, index, 1);
+            const int64_t keys = w.tile.at.blocks * KR;
+            memset(w.dk, 0, keys * w.depth * sizeof(float));
+            memset(w.dv, 0, keys * w.width * sizeof(float));
+            for (int64_t i = 0; i < n; i++) {
+                prefetch_tile(c, batch, head / share, index + 1, i, n);
+                prefetch_rows(&b->dk, c, batch, head / share, index, b->d * 4, i, n);
+                prefetch_rows(&b->dv, c, batch, head / share, index, b->dim_v * 4, i, n);
+                computed += backward_tile(&w.panels[i], &w, c, batch, head);
+                if (!carry_on(c, thread)) break;
+            }
+            if (!wait_for_turn(c, thread, batch, head, group, index)) break;
+            for (int64_t i = 0; i < w.tile.at.live; i++) {
+                const int64_t row = w.tile.at.first + i;
+                add_row(row_at(&b->dk, batch, row, head / share), b->dk.step[3], b->d, w.dk + i * w.depth, (float)b->scale);
+                add_row(row_at(&b->dv, batch, row, head / share), b->dv.step[3], b->dim_v, w.dv + i * w.width, 1);
+            }
+            pass_turn(c, batch, head, index);
+        }
+        for (int64_t i = 0; i < n; i++) close_gradient(&w.panels[i], c, batch, head, w.rows, w.ld);
+    }
+    _tile_release();
+    atomic_fetch_add(&c->computed, computed);
+}
+
+#endif

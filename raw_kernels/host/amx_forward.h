@@ -1,0 +1,180 @@
+/* Forward on AMX, in bfloat16 or in float32 by pieces: see forward.h for the method and amx.h for the layouts.
+ *
+ * The tile products are so fast that the exponential is most of the time: scores of 32 keys come from AMX into L1,
+ * and leave as bfloat16 weights in the order in which the second product wants them.
+ */
+#ifndef BURST_AMX_FORWARD_H
+#define BURST_AMX_FORWARD_H
+
+#include "amx.h"
+
+typedef struct {
+    panel panels[BURST_PANELS];
+    bf16_tile tile;
+    float *s;        /* [keys, NR] */
+    uint32_t *p;     /* [PIECES, keys / 2, NR] P, pairs of keys */
+    int64_t plane;
+    float *rows;     /* [NR, ld], or [PIECES, NR, ld] of bfloat16: on the way in and out of a panel */
+    int64_t ld;
+    bend how;
+} forward_room;
+
+INLINE void take_forward(arena *a, forward_room *w, const call *c)
+{
+    const burst_block *b = c->b;
+    const int64_t keys = ROUND_UP(c->tile_keys, KR);
+    w->ld = ROUND_UP(MAX(b->d, b->dim_v), STEP) + STEP;
+    take_bf16_tile(a, &w->tile, c, 0);
+    w->s = TAKE(a, float, keys * NR);
+    w->plane = keys / 2 * NR;
+    w->p = TAKE(a, uint32_t, PIECES * w->plane);
+    w->rows = TAKE(a, float, NR * w->ld * (PIECES > 2 ? 2 : 1));
+    for (int64_t i = 0; i < c->group_panels; i++) {
+        panel *p = &w->panels[i];
+        take_state(a, p, b->dim_v);
+        p->query = TAKE(a, uint32_t, PIECES * (ROUND_UP(b->d, STEP) / 2 * NR));
+    }
+}
+
+NOINLINE void open_panel(panel *p, forward_room *w, const call *c, int64_t batch, int64_t head, int64_t index)
+{
+    const burst_block *b = c->b;
+    open_state(p, c, batch, head, index, w->rows, w->ld);
+    load_factor(&b->q, batch, head, p->row, p->count, b->d, (bf16 *)w->rows, w->ld, p->query, NULL);
+}
+
+INLINE pairs_of columns_of(const void *panel, int64_t n)
+{
+    const int64_t padded = ROUND_UP(n, STEP);
+    return (pairs_of){panel, NR, padded / 2 * NR};
+}
+
+/* P = 2^(factor s - m) of `keys` keys, as pairs of keys, and their sums */
+NOINLINE void weigh(const float *s, int64_t keys, float factor, const float *ref, uint32_t *pairs, int64_t plane,
+                    vec *sum)
+{
+    for (int j = 0; j < VR; j++) {
+        const vec m = load(ref + j * LANES);
+        vec even = zero(), odd = zero();
+        for (int64_t i = 0; i < keys; i += 2) {
+            const vec a = exp2_vec(load(s + i * NR + j * LANES) * factor - m);
+            const vec b = exp2_vec(load(s + (i + 1) * NR + j * LANES) * factor - m);
+            even += a;
+            odd += b;
+            put_pair(pairs + i / 2 * NR + j * LANES, plane, a, b);
+        }
+        sum[j] += even + odd;
+    }
+}
+
+/* Scores of a block, bent and masked, in units of log2. */
+NOINLINE void score_any(const bf16_tile *t, int64_t block, const lanes *q, const void *query, const burst_block *b,
+                        const bend *how, float *s, float *slopes)
+{
+    amx_scores(keys_of(t, block), columns_of(query, b->d), ROUND_UP(b->d, STEP), s);
+    const float factor = factor_of(b);
+    for (int i = 0; i < KR * VR; i++) store(s + i * LANES, load(s + i * LANES) * factor);
+    const int cut = block_sight(&t->at, q, block) != FULL;
+    if (cut || how->softcap != 0 || how->alibi)
+        bend_block(s, slopes, q, how, t->at.pos + block * KR, (int)MIN(KR, t->at.live - block * KR), cut);
+}
+
+NOINLINE void tile_with_maximum(panel *p, forward_room *w, int64_t from, int64_t to, const burst_block *b, vec *sum)
+{
+    const int64_t keys = (to - from) * KR;
+    for (int64_t block = from; block < to; block++)
+        score_any(&w->tile, block, &p->q, p->query, b, &w->how, w->s + (block - from) * KR * NR, NULL);
+    raise_maximum(p, w->s, keys, b->dim_v);
+    UNROLL for (int j = 0; j < VR; j++) sum[j] = zero();
+    weigh(w->s, keys, 1, p->ref, w->p, w->plane, sum);
+}
+
+/* Pair by pair: see scores.h. */
+NOINLINE void add_values_carefully(panel *p, forward_room *w, const call *c, int64_t batch, int64_t head, int64_t from,
+                                   int64_t to)
+{
+    const burst_block *b = c->b;
+    const key_tile *t = &w->tile.at;
+    for (int64_t key = from * KR; key < MIN(to * KR, t->live); key++) {
+        const char *v = row_at(&b->v, batch, t->first + key, head);
+        for (int lane = 0; lane < NR; lane++)
+            if (p->q.lo[lane] <= t->pos[key] && t->pos[key] < p->q.hi[lane]) {
+                const uint32_t pair = w->p[(key - from * KR) / 2 * NR + lane];
+                const float weight = from_bf16((bf16)(key % 2 ? pair >> 16 : pair));
+                for (int64_t i = 0; i < b->dim_v; i++)
+                    p->out[i * NR + lane] += weight * element(v + i * b->v.step[3], BURST_BF16);
+            }
+    }
+}
+
+/* Returns how many counted tiles it computed. */
+NOINLINE int forward_tile(panel *p, forward_room *w, const call *c, int64_t batch, int64_t head)
+{
+    const burst_block *b = c->b;
+    const bf16_tile *t = &w->tile;
+    int64_t from, to;
+    int full;
+    seen_blocks(&t->at, &p->q, &from, &to, &full);
+    if (from == to) return 0;
+    const int plain = w->how.softcap == 0 && !w->how.alibi;
+    const float factor = factor_of(b);
+    vec sum[VR];
+    UNROLL for (int j = 0; j < VR; j++) sum[j] = zero();
+    if (p->unset && waits_for(p, &t->at)) {
+        tile_with_maximum(p, w, from, to, b, sum);
+    } else {
+        for (int64_t block = from; block < to; block++) {
+            uint32_t *pairs = w->p + (block - from) * KR / 2 * NR;
+            if (plain && (full || block_sight(&t->at, &p->q, block) == FULL)) {
+                amx_scores(keys_of(t, block), columns_of(p->query, b->d), ROUND_UP(b->d, STEP), w->s);
+                weigh(w->s, KR, factor, p->ref, pairs, w->plane, sum);
+            } else {
+                score_any(t, block, &p->q, p->query, b, &w->how, w->s, NULL);
+                weigh(w->s, KR, 1, p->ref, pairs, w->plane, sum);
+            }
+        }
+        if (too_high(sum)) tile_with_maximum(p, w, from, to, b, sum);
+    }
+    UNROLL for (int j = 0; j < VR; j++) store(p->l + j * LANES, load(p->l + j * LANES) + sum[j]);
+    if (t->at.wild_v && !full)
+        add_values_carefully(p, w, c, batch, head, from, to);
+    else
+        amx_add_panel(turned_of(t, from), (pairs_of){w->p, NR, w->plane}, (to - from) * KR, p->out, ROUND_UP(b->dim_v, STEP));
+    return (int)((to * KR - 1) / BURST_KEYS_BACKWARD - from * KR / BURST_KEYS_BACKWARD + 1);
+}
+
+static void forward_worker(call *c, int thread, arena scratch)
+{
+    const burst_block *b = c->b;
+    forward_room w;
+    take_forward(&scratch, &w, c);
+    w.how = bend_of(b);
+    shape_tiles();
+    const int64_t share = b->heads / b->kv_heads;
+    int64_t computed = 0, t;
+    while ((t = atomic_fetch_add(&c->next, 1)) < c->tasks && carry_on(c, thread)) {
+        int64_t batch, head, group;
+        task_of(c, t, &batch, &head, &group);
+        const int64_t first = group * c->group_panels, n = MIN(c->group_panels, c->panels - first);
+        INT low = INT32_MAX, high = INT32_MIN;
+        for (int64_t i = 0; i < n; i++) {
+            open_panel(&w.panels[i], &w, c, batch, head, first + i);
+            low = MIN(low, w.panels[i].q.lo_min);
+            high = MAX(high, w.panels[i].q.hi_max);
+        }
+        for (int64_t index = 0; index < c->tiles; index++) {
+            if (c->tile_max[index] < low || c->tile_min[index] >= high) continue;
+            load_bf16_tile(&w.tile, c, batch, head / share, index, 0);
+            for (int64_t i = 0; i < n; i++) {
+                prefetch_tile(c, batch, head / share, index + 1, i, n);
+                computed += forward_tile(&w.panels[i], &w, c, batch, head / share);
+                if (!carry_on(c, thread)) break;
+            }
+        }
+        for (int64_t i = 0; i < n; i++) close_panel(&w.panels[i], c, batch, head, w.rows, w.ld);
+    }
+    _tile_release();
+    atomic_fetch_add(&c->computed, computed);
+}
+
+#endif

@@ -1,0 +1,116 @@
+/* The verbs of the CPU backend.  Compiled once for each instruction set and accumulator:
+ *
+ *   -DBURST_AMX (bfloat16; with -DBURST_PIECES=3 float32) | -DBURST_AVX512 | -DBURST_AVX2 | (nothing: portable)
+ *   -DBURST_DOUBLE | (nothing: float)
+ */
+#ifdef BURST_AMX
+#include "amx_backward.h"
+#else
+#include "backward.h"
+#endif
+
+int64_t burst_abi(void) { return BURST_ABI * 1000 + (int64_t)sizeof(burst_block); }
+
+/* Queries of a panel and keys of a counted tile. */
+void burst_tile(int64_t *rows, int64_t *keys)
+{
+    *rows = NR;
+    *keys = BURST_KEYS_BACKWARD;
+}
+
+static int64_t forward_bytes(call *c, burst_block *b, arena *shared)
+{
+    arena mine = {NULL, 0};
+    forward_room w;
+    plan_call(c, b, BURST_KEYS_FORWARD, 0, shared);
+    take_forward(&mine, &w, c);
+    return mine.used;
+}
+
+static int64_t backward_bytes(call *c, burst_block *b, arena *shared)
+{
+    arena mine = {NULL, 0};
+    backward_room w;
+    plan_call(c, b, BURST_KEYS_BACKWARD, 1, shared);
+    take_backward(&mine, &w, c);
+    return mine.used;
+}
+
+static int64_t threads_of(const call *c) { return MAX(1, MIN(c->b->threads, c->tasks)); }
+
+/* Scratch that a block of these sizes needs, all threads together. */
+int64_t burst_scratch_bytes(burst_block *b, int64_t backward)
+{
+    call c;
+    arena shared = {NULL, 0};
+    if (!b->batch || !b->rows_q || !b->rows_k) return 0;
+    const int64_t each = backward ? backward_bytes(&c, b, &shared) : forward_bytes(&c, b, &shared);
+    return shared.used + threads_of(&c) * each;
+}
+
+/* 0: done; 1: progress asked to stop; 2: too little scratch */
+int burst_attend(burst_block *b)
+{
+    call c;
+    arena shared = {b->scratch, 0};
+    if (burst_scratch_bytes(b, 0) > b->scratch_bytes) return 2;
+    const int64_t each = forward_bytes(&c, b, &shared);
+    run(&c, forward_worker, shared, each);
+    return atomic_load(&c.stop);
+}
+
+int burst_attend_backward(burst_block *b)
+{
+    call c;
+    arena shared = {b->scratch, 0};
+    if (burst_scratch_bytes(b, 1) > b->scratch_bytes) return 2;
+    const int64_t each = backward_bytes(&c, b, &shared);
+    prepare_backward(&c);
+    run(&c, backward_worker, shared, each);
+    return atomic_load(&c.stop);
+}
+
+/* delta_i = sum_c dout_ic out_ic; out is `final` here, both of the caller's type */
+void burst_delta(burst_block *b)
+{
+    for (int64_t batch = 0; batch < b->batch; batch++)
+        for (int64_t row = 0; row < b->rows_q; row++)
+            for (int64_t head = 0; head < b->heads; head++) {
+                const char *x = row_at(&b->dout, batch, row, head), *y = row_at(&b->final, batch, row, head);
+                REAL sum[8] = {0}, part[2][64];
+                for (int64_t c = 0; c < b->dim_v; c += 64) {
+                    const int64_t n = MIN(64, b->dim_v - c);
+                    load_row(x + c * b->dout.step[3], b->dout.step[3], n, part[0], (int)b->type);
+                    load_row(y + c * b->final.step[3], b->final.step[3], n, part[1], (int)b->type);
+                    for (int64_t i = 0; i < n; i++) sum[i & 7] += part[0][i] * part[1][i];
+                }
+                *entry_at(&b->delta, batch, head, row) =
+                    ((sum[0] + sum[4]) + (sum[1] + sum[5])) + ((sum[2] + sum[6]) + (sum[3] + sum[7]));
+            }
+}
+
+/* Whether all numbers of an array are finite and neither huge nor, as a whole, tiny: then float32 may be split. */
+static int tame(const burst_array *x, const burst_block *b, int64_t rows, int64_t heads, int64_t n)
+{
+    word top = 0;
+    for (int64_t batch = 0; batch < b->batch; batch++)
+        for (int64_t row = 0; row < rows; row++)
+            for (int64_t head = 0; head < heads; head++) {
+                const char *from = row_at(x, batch, row, head);
+                word most = 0;
+                if (x->step[3] == sizeof(REAL))
+                    for (int64_t i = 0; i < n; i++) most = MAX(most, magnitude(((const REAL *)from)[i]));
+                else
+                    for (int64_t i = 0; i < n; i++) most = MAX(most, magnitude(*(const REAL *)(from + i * x->step[3])));
+                top = MAX(top, most);
+            }
+    return top == 0 || (top >= magnitude((REAL)0x1p-60) && top <= magnitude((REAL)0x1p100));
+}
+
+/* Of q, k, v and, where there is one, dout; all of type REAL. */
+int burst_tame(burst_block *b)
+{
+    return tame(&b->q, b, b->rows_q, b->heads, b->d) && tame(&b->k, b, b->rows_k, b->kv_heads, b->d) &&
+           tame(&b->v, b, b->rows_k, b->kv_heads, b->dim_v) &&
+           (!b->dout.data || tame(&b->dout, b, b->rows_q, b->heads, b->dim_v));
+}

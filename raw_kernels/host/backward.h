@@ -1,0 +1,208 @@
+/* Backward: a group of query panels against the tiles of keys that it sees.
+ *
+ *   S = K Q',  P = 2^(S - lse)             as forward computes and rounds them
+ *   dP = V dO',  dS = P (dP - delta)       in registers; P and dS to L1
+ *   dV += P dO,  dK += dS Q                from L1, into a tile's own sums
+ *   dQ' += K' dS                           from L1, into the panel's own sums
+ *
+ * dQ is the group's alone.  dK and dV of a tile are shared by all groups that see it: each adds its sum once, in the
+ * order of the tasks, whichever thread has it (`wait_for_turn`), so that bits do not depend on the threads.
+ */
+#ifndef BURST_BACKWARD_H
+#define BURST_BACKWARD_H
+
+#include "forward.h"
+#include "gradient.h"
+
+typedef struct {
+    gradient_panel panels[BURST_PANELS];
+    key_tile tile;
+    REAL *p, *ds;    /* [keys, NR] */
+    REAL *dk, *dv;   /* strips of [keys, width]: sums of this group for this tile */
+    REAL *rows;      /* [NR, ld] */
+    int64_t ld;
+    bend how;
+} backward_room;
+
+INLINE int64_t strips_size(int64_t rows, int64_t columns) { return rows * ROUND_UP(columns, LANES); }
+
+INLINE void take_backward(arena *a, backward_room *w, const call *c)
+{
+    const burst_block *b = c->b;
+    const int64_t keys = ROUND_UP(c->tile_keys, KR);
+    w->ld = ROUND_UP(MAX(b->d, b->dim_v), LANES) + LANES;
+    take_tile(a, &w->tile, c, 1);
+    w->p = TAKE(a, REAL, keys * NR);
+    w->ds = TAKE(a, REAL, keys * NR);
+    w->dk = TAKE(a, REAL, strips_size(keys, b->d));
+    w->dv = TAKE(a, REAL, strips_size(keys, b->dim_v));
+    w->rows = TAKE(a, REAL, NR * w->ld);
+    for (int64_t i = 0; i < c->group_panels; i++) {
+        gradient_panel *p = &w->panels[i];
+        take_gradient(a, p, b->d);
+        p->query = TAKE(a, REAL, b->d * NR);
+        p->dout = TAKE(a, REAL, b->dim_v * NR);
+        p->query_rows = TAKE(a, REAL, strips_size(NR, b->d));
+        p->dout_rows = TAKE(a, REAL, strips_size(NR, b->dim_v));
+    }
+}
+
+/* rows [count, n] at row stride ld -> strips; rows and columns beyond become 0 */
+NOINLINE void rows_to_strips(const REAL *rows, int64_t ld, int count, int64_t n, REAL *strips)
+{
+    int64_t column = 0;
+    for (int s = 0; s < strips_of(n); s++) {
+        const int width = strip_width(n, s) * LANES;
+        for (int i = 0; i < NR; i++)
+            for (int c = 0; c < width; c++)
+                strips[i * width + c] = i < count && column + c < n ? rows[i * ld + column + c] : 0;
+        strips += (int64_t)NR * width;
+        column += width;
+    }
+}
+
+NOINLINE void open_gradient_panel(gradient_panel *p, backward_room *w, const call *c, int64_t batch, int64_t head,
+                                  int64_t index)
+{
+    const burst_block *b = c->b;
+    open_gradient(p, c, batch, head, index);
+    for (int i = 0; i < p->count; i++)
+        p->wild |= load_row(row_at(&b->q, batch, p->row + i, head), b->q.step[3], b->d, w->rows + i * w->ld, (int)b->type);
+    rows_to_panel(w->rows, w->ld, p->count, b->d, factor_of(b), p->query);
+    rows_to_strips(w->rows, w->ld, p->count, b->d, p->query_rows);
+    for (int i = 0; i < p->count; i++)
+        p->wild |= load_row(row_at(&b->dout, batch, p->row + i, head), b->dout.step[3], b->dim_v, w->rows + i * w->ld,
+                            (int)b->type);
+    rows_to_panel(w->rows, w->ld, p->count, b->dim_v, 1, p->dout);
+    rows_to_strips(w->rows, w->ld, p->count, b->dim_v, p->dout_rows);
+}
+
+/* ---------------------------------------------------------------- a tile */
+
+INLINE void weights_of(const REAL *s, const gradient_panel *q, REAL *p)
+{
+    for (int i = 0; i < KR; i++)
+        UNROLL for (int j = 0; j < VR; j++) {
+            const vec x = load(s + i * NR + j * LANES) - load(q->lse + j * LANES) - load(q->lse_low + j * LANES);
+            store(p + i * NR + j * LANES, exp2_vec(x));
+        }
+}
+
+/* P of a block that all lanes see in full and that no rule bends */
+NOINLINE void weigh_again(const REAL *k, int64_t ld, int64_t d, const gradient_panel *q, REAL *p)
+{
+    vec s[KR][VR];
+    score_block(k, ld, q->query, d, s);
+    UNROLL for (int j = 0; j < VR; j++) {
+        const vec lse = load(q->lse + j * LANES), low = load(q->lse_low + j * LANES);
+        UNROLL for (int i = 0; i < KR; i++) store(p + i * NR + j * LANES, exp2_vec(s[i][j] - lse - low));
+    }
+}
+
+/* dS = P (dP - delta), times the cap's slope where slopes holds it */
+NOINLINE void slope_block(const REAL *v, int64_t ld, int64_t dv, const gradient_panel *q, const REAL *p, REAL *ds, int capped)
+{
+    vec dp[KR][VR];
+    score_block(v, ld, q->dout, dv, dp);
+    UNROLL for (int j = 0; j < VR; j++) {
+        const vec delta = load(q->delta + j * LANES);
+        UNROLL for (int i = 0; i < KR; i++) {
+            const int64_t at = i * NR + j * LANES;
+            vec x = load(p + at) * (dp[i][j] - delta);
+            if (capped) x *= load(ds + at);
+            store(ds + at, x);
+        }
+    }
+}
+
+NOINLINE int backward_tile(gradient_panel *p, backward_room *w, const burst_block *b)
+{
+    const key_tile *t = &w->tile;
+    int64_t from, to;
+    int full;
+    seen_blocks(t, &p->q, &from, &to, &full);
+    if (from == to) return 0;
+    const int capped = w->how.softcap != 0, plain = !capped && !w->how.alibi;
+    for (int64_t block = from; block < to; block++) {
+        REAL *weights = w->p + (block - from) * KR * NR, *ds = w->ds + (block - from) * KR * NR;
+        const int cut = !full && block_sight(t, &p->q, block) != FULL;
+        if (plain && !cut) {
+            weigh_again(t->k + block * KR * t->ld_k, t->ld_k, b->d, p, weights);
+        } else {
+            score_any(t, block, &p->q, p->query, b->d, &w->how, weights, capped ? ds : NULL);
+            weights_of(weights, p, weights);
+        }
+        slope_block(t->v + block * KR * t->ld_v, t->ld_v, b->dim_v, p, weights, ds, capped);
+        if (cut) { /* a lane whose lse or delta is NaN must not reach keys that it does not see */
+            const int live = (int)MIN(KR, t->live - block * KR);
+            hide_block(weights, &p->q, t->pos + block * KR, live);
+            hide_block(ds, &p->q, t->pos + block * KR, live);
+        }
+    }
+    const int64_t keys = (to - from) * KR, all = ROUND_UP(BURST_KEYS_BACKWARD, KR);
+    const int careful = !full && (t->wild_k || t->wild_v || p->wild);
+    const REAL *chunks = t->chunks + from * KR * KR;
+    if (careful) {
+        const INT *pos = t->pos + from * KR;
+        const int64_t live = MIN(to * KR, t->live) - from * KR;
+        add_rows_carefully(w->p, p->dout_rows, w->dv, from * KR, live, all, b->dim_v, &p->q, pos);
+        add_rows_carefully(w->ds, p->query_rows, w->dk, from * KR, live, all, b->d, &p->q, pos);
+        add_panel_carefully(chunks, t->chunk_stride, w->ds, live, p->dq, b->d, &p->q, pos);
+    } else {
+        add_rows(w->p, p->dout_rows, w->dv, from * KR, keys, all, b->dim_v);
+        add_rows(w->ds, p->query_rows, w->dk, from * KR, keys, all, b->d);
+        add_panel(chunks, t->chunk_stride, w->ds, keys, p->dq, b->d);
+    }
+    return 1;
+}
+
+NOINLINE void add_to_keys(const key_tile *t, const REAL *strips, const burst_array *to, int64_t batch, int64_t head, int64_t n,
+                          REAL factor)
+{
+    int64_t column = 0;
+    for (int s = 0; s < strips_of(n); s++) {
+        const int width = strip_width(n, s) * LANES;
+        for (int64_t i = 0; i < t->live; i++)
+            add_row(row_at(to, batch, t->first + i, head) + column * to->step[3], to->step[3], MIN(width, n - column),
+                    strips + i * width, factor);
+        strips += (int64_t)ROUND_UP(BURST_KEYS_BACKWARD, KR) * width;
+        column += width;
+    }
+}
+
+static void backward_worker(call *c, int thread, arena scratch)
+{
+    const burst_block *b = c->b;
+    backward_room w;
+    take_backward(&scratch, &w, c);
+    w.how = bend_of(b);
+    const int64_t share = b->heads / b->kv_heads, keys = ROUND_UP(c->tile_keys, KR);
+    int64_t computed = 0, t;
+    while ((t = atomic_fetch_add(&c->next, 1)) < c->tasks && carry_on(c, thread)) {
+        int64_t batch, head, group;
+        task_of(c, t, &batch, &head, &group);
+        const int64_t first = group * c->group_panels, n = MIN(c->group_panels, c->panels - first);
+        for (int64_t i = 0; i < n; i++) open_gradient_panel(&w.panels[i], &w, c, batch, head, first + i);
+        for (int64_t index = 0; index < c->tiles; index++) {
+            if (!group_sees(c, group, index)) continue;
+            load_tile(&w.tile, c, batch, head / share, index, 1);
+            memset(w.dk, 0, strips_size(keys, b->d) * sizeof(REAL));
+            memset(w.dv, 0, strips_size(keys, b->dim_v) * sizeof(REAL));
+            for (int64_t i = 0; i < n; i++) {
+                prefetch_tile(c, batch, head / share, index + 1, i, n);
+                prefetch_rows(&b->dk, c, batch, head / share, index, b->d * (int64_t)sizeof(REAL), i, n);
+                prefetch_rows(&b->dv, c, batch, head / share, index, b->dim_v * (int64_t)sizeof(REAL), i, n);
+                computed += backward_tile(&w.panels[i], &w, b);
+                if (!carry_on(c, thread)) break;
+            }
+            if (!wait_for_turn(c, thread, batch, head, group, index)) break;
+            add_to_keys(&w.tile, w.dk, &b->dk, batch, head / share, b->d, (REAL)b->scale);
+            add_to_keys(&w.tile, w.dv, &b->dv, batch, head / share, b->dim_v, 1);
+            pass_turn(c, batch, head, index);
+        }
+        for (int64_t i = 0; i < n; i++) close_gradient(&w.panels[i], c, batch, head, w.rows, w.ld);
+    }
+    atomic_fetch_add(&c->computed, computed);
+}
+
+#endif

@@ -1,0 +1,114 @@
+/* What every backward kernel shares: a panel's lse, delta and dQ, and the order in which groups add to dK and dV. */
+#ifndef BURST_GRADIENT_H
+#define BURST_GRADIENT_H
+
+#include "state.h"
+
+typedef struct {
+    lanes q;
+    void *query, *dout;           /* [d, NR] Q' times its factor; [dv, NR] dO'; see amx.h for bfloat16 */
+    void *query_rows, *dout_rows; /* Q and dO as the right factor of dK and dV */
+    REAL *dq;                     /* [d, NR] dQ' */
+    REAL *lse, *lse_low, *delta;  /* [NR] lse * log2(e) in two parts */
+    int64_t row;
+    int count, wild;              /* wild: an infinity or NaN in Q or dO */
+} gradient_panel;
+
+INLINE void take_gradient(arena *a, gradient_panel *p, int64_t d)
+{
+    take_lanes(a, &p->q);
+    p->dq = TAKE(a, REAL, OUT_ROWS(d) * NR);
+    p->lse = TAKE(a, REAL, NR);
+    p->lse_low = TAKE(a, REAL, NR);
+    p->delta = TAKE(a, REAL, NR);
+}
+
+NOINLINE void open_gradient(gradient_panel *p, const call *c, int64_t batch, int64_t head, int64_t index)
+{
+    const burst_block *b = c->b;
+    p->row = index * NR;
+    p->count = (int)MIN(NR, b->rows_q - p->row);
+    p->wild = 0;
+    set_lanes(&p->q, b, head, p->row, p->count);
+    for (int i = 0; i < NR; i++) {
+        const REAL lse = i < p->count ? *entry_at(&b->lse, batch, head, p->row + i) : (REAL)-INFINITY;
+        const double exact = (double)lse * LOG2E;
+        p->lse[i] = lse == (REAL)-INFINITY ? (REAL)INFINITY : (REAL)exact; /* such rows: P = 2^-inf = 0 */
+        p->lse_low[i] = isfinite(p->lse[i]) ? (REAL)(sizeof(REAL) == 4 ? exact - (double)p->lse[i]
+                                                                       : fma((double)lse, LOG2E, -exact)) : 0;
+        p->delta[i] = i < p->count ? *entry_at(&b->delta, batch, head, p->row + i) : 0;
+    }
+    memset(p->dq, 0, OUT_ROWS(b->d) * NR * sizeof(REAL));
+}
+
+NOINLINE void close_gradient(gradient_panel *p, const call *c, int64_t batch, int64_t head, REAL *rows, int64_t ld)
+{
+    const burst_block *b = c->b;
+    REAL scale[NR] __attribute__((aligned(VBYTES)));
+    for (int i = 0; i < NR; i++) scale[i] = (REAL)b->scale;
+    panel_to_rows(p->dq, scale, b->d, rows, ld);
+    for (int i = 0; i < p->count; i++) {
+        char *to = row_at(&b->dq, batch, p->row + i, head);
+        if (b->fresh_q)
+            store_row(to, b->dq.step[3], b->d, rows + i * ld, 1, TYPE_OF_REAL);
+        else
+            add_row(to, b->dq.step[3], b->d, rows + i * ld, 1);
+    }
+}
+
+/* ---------------------------------------------------------------- dK and dV, in order */
+
+INLINE int group_sees(const call *c, int64_t group, int64_t tile)
+{
+    return c->tile_max[tile] >= c->group_lo[group] && c->tile_min[tile] < c->group_hi[group];
+}
+
+/* Wait until all earlier tasks that see this tile of this key head have added their share; 0: the call was stopped. */
+INLINE int wait_for_turn(call *c, int thread, int64_t batch, int64_t head, int64_t group, int64_t tile)
+{
+    const burst_block *b = c->b;
+    const int64_t share = b->heads / b->kv_heads;
+    int before = 0, all = 0;
+    for (int64_t g = 0; g < c->groups; g++) {
+        const int sees_it = group_sees(c, g, tile);
+        all += sees_it;
+        before += sees_it & (g > group); /* late groups come first */
+    }
+    atomic_int *turn = &c->turn[(batch * b->kv_heads + head / share) * c->tiles + tile];
+    const int mine = (int)(head % share) * all + before;
+    while (atomic_load_explicit(turn, memory_order_acquire) != mine) {
+        if (!carry_on(c, thread)) return 0;
+        sched_yield();
+    }
+    return 1;
+}
+
+INLINE void pass_turn(call *c, int64_t batch, int64_t head, int64_t tile)
+{
+    const int64_t kv_head = head / (c->b->heads / c->b->kv_heads);
+    atomic_fetch_add_explicit(&c->turn[(batch * c->b->kv_heads + kv_head) * c->tiles + tile], 1, memory_order_release);
+}
+
+/* Before the threads start: what each group sees, and gradients that start at 0. */
+static void prepare_backward(call *c)
+{
+    const burst_block *b = c->b;
+    for (int64_t g = 0; g < c->groups; g++) {
+        const int64_t from = g * c->group_panels * NR, to = MIN(from + c->group_panels * NR, b->rows_q);
+        int32_t low = INT32_MAX, high = INT32_MIN;
+        for (int64_t i = from; i < to; i++) low = MIN(low, b->lo[i]), high = MAX(high, b->hi[i]);
+        c->group_lo[g] = low;
+        c->group_hi[g] = high;
+    }
+    for (int64_t i = 0; i < b->batch * b->kv_heads * c->tiles; i++) atomic_init(&c->turn[i], 0);
+    if (!b->fresh_kv) return;
+    for (int64_t batch = 0; batch < b->batch; batch++)
+        for (int64_t row = 0; row < b->rows_k; row++)
+            for (int64_t head = 0; head < b->kv_heads; head++) {
+                char *dk = row_at(&b->dk, batch, row, head), *dv = row_at(&b->dv, batch, row, head);
+                for (int64_t i = 0; i < b->d; i++) *(REAL *)(dk + i * b->dk.step[3]) = 0;
+                for (int64_t i = 0; i < b->dim_v; i++) *(REAL *)(dv + i * b->dv.step[3]) = 0;
+            }
+}
+
+#endif

@@ -1,0 +1,122 @@
+/* The running state (out, lse) of a panel of queries: in, out, and from one maximum to the next. */
+#ifndef BURST_STATE_H
+#define BURST_STATE_H
+
+#include "convert.h"
+#include "tile.h"
+
+#ifndef BURST_KEYS_FORWARD
+#define BURST_KEYS_FORWARD 192
+#endif
+#ifndef BURST_KEYS_BACKWARD
+#define BURST_KEYS_BACKWARD 96 /* the unit in which tiles are counted */
+#endif
+_Static_assert(BURST_KEYS_FORWARD % BURST_KEYS_BACKWARD == 0, "a forward tile is whole backward tiles");
+
+/* A lane whose sum over a tile reaches this has the tile done again with a new m. */
+#define LIMIT ((REAL)0x1p40)
+
+typedef struct {
+    lanes q;
+    void *query;    /* Q' as the kernel wants it: [d, NR] of REAL times its factor; see amx.h for bfloat16 */
+    REAL *out;      /* [dv, NR] O', not yet divided by l */
+    REAL *top, *l;  /* [NR] m, or -inf where the lane has seen no score above -inf; sum of P */
+    REAL *ref;      /* [NR] m, or 0 there */
+    int64_t row;    /* first row */
+    int count;      /* rows */
+    int unset;      /* some lane has no m yet */
+} panel;
+
+/* Columns of O' are padded to whole register blocks. */
+#define OUT_ROWS(dv) ROUND_UP(dv, KR)
+
+INLINE void take_state(arena *a, panel *p, int64_t dv)
+{
+    take_lanes(a, &p->q);
+    p->out = TAKE(a, REAL, OUT_ROWS(dv) * NR);
+    p->top = TAKE(a, REAL, NR);
+    p->l = TAKE(a, REAL, NR);
+    p->ref = TAKE(a, REAL, NR);
+}
+
+/* Panel `index` of the block's rows, and what earlier blocks left of them.  rows: [NR, ld] to work in. */
+NOINLINE void open_state(panel *p, const call *c, int64_t batch, int64_t head, int64_t index, REAL *rows, int64_t ld)
+{
+    const burst_block *b = c->b;
+    p->row = index * NR;
+    p->count = (int)MIN(NR, b->rows_q - p->row);
+    set_lanes(&p->q, b, head, p->row, p->count);
+    memset(p->out, 0, OUT_ROWS(b->dim_v) * NR * sizeof(REAL));
+    p->unset = 0;
+    for (int i = 0; i < NR; i++) {
+        const REAL lse = i >= p->count ? 0 : b->first ? (REAL)-INFINITY : *entry_at(&b->lse, batch, head, p->row + i);
+        const int none = lse == (REAL)-INFINITY;
+        const double exact = (double)lse * LOG2E;
+        p->top[i] = (REAL)exact;
+        p->ref[i] = none ? 0 : p->top[i];
+        /* out stands for weight 2^exact; what rounding took from m goes into l */
+        p->l[i] = none ? 0 : isinf(exact) ? 1 : (REAL)exp2(exact - (double)p->top[i]);
+        p->unset |= none;
+    }
+    if (b->first) return;
+    for (int i = 0; i < p->count; i++) {
+        REAL *row = rows + i * ld;
+        load_row(row_at(&b->out, batch, p->row + i, head), b->out.step[3], b->dim_v, row, TYPE_OF_REAL);
+        for (int64_t j = 0; j < b->dim_v; j++) row[j] = p->l[i] == 0 ? 0 : row[j] * p->l[i];
+    }
+    rows_to_panel(rows, ld, p->count, b->dim_v, 1, p->out);
+}
+
+NOINLINE void close_panel(panel *p, const call *c, int64_t batch, int64_t head, REAL *rows, int64_t ld)
+{
+    const burst_block *b = c->b;
+    REAL inverse[NR] __attribute__((aligned(VBYTES)));
+    for (int i = 0; i < NR; i++) inverse[i] = p->l[i] == 0 ? 1 : 1 / p->l[i];
+    panel_to_rows(p->out, inverse, b->dim_v, rows, ld);
+    const burst_array *to = b->final.data ? &b->final : &b->out;
+    const int type = b->final.data ? (int)b->type : TYPE_OF_REAL;
+    for (int i = 0; i < p->count; i++) {
+        store_row(row_at(to, batch, p->row + i, head), to->step[3], b->dim_v, rows + i * ld, 1, type);
+        *entry_at(&b->lse, batch, head, p->row + i) = (REAL)(((double)p->ref[i] + log2((double)p->l[i])) / LOG2E);
+    }
+}
+
+/* Scores s [keys, NR] are there: take their maximum, and bring all that was summed so far to it. */
+NOINLINE void raise_maximum(panel *p, const REAL *s, int64_t keys, int64_t dv)
+{
+    p->unset = 0;
+    for (int j = 0; j < VR; j++) {
+        const vec old = load(p->top + j * LANES);
+        vec top = old;
+        for (int64_t i = 0; i < keys; i++) top = larger(load(s + i * NR + j * LANES), top);
+        const ivec none = top == (REAL)-INFINITY;
+        const vec fade = pick(top == old, splat(1), exp2_vec(old - top));
+        store(p->top + j * LANES, top);
+        store(p->ref + j * LANES, pick(none, splat(0), top));
+        store(p->l + j * LANES, load(p->l + j * LANES) * fade);
+        for (int64_t c = 0; c < dv; c++) {
+            REAL *o = p->out + c * NR + j * LANES;
+            store(o, load(o) * fade);
+        }
+        p->unset |= any(none);
+    }
+}
+
+/* Whether some sum is above LIMIT, or NaN */
+INLINE int too_high(const vec *sum)
+{
+    ivec high = (ivec){0};
+    UNROLL for (int j = 0; j < VR; j++) high |= ~(sum[j] < LIMIT);
+    return any(high);
+}
+
+/* Whether a lane that has no m yet may see something in this tile */
+INLINE int waits_for(const panel *p, const key_tile *t)
+{
+    for (int i = 0; i < NR; i++)
+        if (p->top[i] == (REAL)-INFINITY && p->q.lo[i] <= t->max && p->q.hi[i] > t->min) return 1;
+    return 0;
+}
+
+
+#endif

@@ -1,0 +1,245 @@
+/* Tasks, threads, scratch, and the calling thread's duty to MPI.
+ *
+ * A task is (batch, head, group of query panels).  How rows fall into panels and groups depends on the shapes alone,
+ * never on the number of threads; threads only take the next task.  So results do not depend on them, to the bit.
+ */
+#ifndef BURST_TASKS_H
+#define BURST_TASKS_H
+
+#include <sched.h>
+#include <stdatomic.h>
+#include <time.h>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
+
+#include "convert.h"
+#include "scores.h"
+
+#define ALIGNMENT 128
+#define MIN(a, b) ((a) < (b) ? (a) : (b))
+#define MAX(a, b) ((a) > (b) ? (a) : (b))
+#define ROUND_UP(n, m) (((n) + (m)-1) / (m) * (m))
+
+/* ---------------------------------------------------------------- scratch */
+
+/* With base NULL it only counts: sizes are told and memory is cut by the same code. */
+typedef struct {
+    char *base;
+    int64_t used;
+} arena;
+
+INLINE void *take(arena *a, int64_t bytes)
+{
+    char *p = a->base ? a->base + a->used : NULL;
+    a->used += ROUND_UP(bytes, ALIGNMENT);
+    return p;
+}
+#define TAKE(arena, type, count) ((type *)take(arena, (int64_t)(count) * (int64_t)sizeof(type)))
+
+/* ---------------------------------------------------------------- a call */
+
+#if defined(BURST_PIECES) && BURST_PIECES > 1
+#define BURST_SPLIT 1
+#else
+#define BURST_SPLIT 0
+#endif
+#ifndef BURST_PANELS
+#define BURST_PANELS 16 /* panels of a group: a packed tile of keys serves that many */
+#endif
+
+typedef struct {
+    burst_block *b;
+    int64_t tile_keys;
+    int64_t panels, group_panels, groups, tiles, tasks;
+    int32_t *tile_min, *tile_max; /* [tiles] extremes of the keys' positions */
+    atomic_int *turn;             /* [batch * kv_heads * tiles] backward: how many groups have added to dK, dV */
+    int32_t *group_lo, *group_hi; /* [groups] least lo, largest hi: backward */
+    atomic_long next;             /* task */
+    atomic_int stop, working;
+    atomic_long computed;
+    int64_t heard;                /* when progress was called last, ns */
+} call;
+
+/* Fewer panels a group where there would be few tasks, or where panels are large.  Forward gives the same bits with
+ * any grouping, so it may look at the number of threads; backward must not. */
+INLINE int64_t group_panels_of(const burst_block *b, int backward)
+{
+    const int64_t panels = ROUND_UP(b->rows_q, NR) / NR, enough = backward ? 16 : 4 * b->threads;
+    const int64_t room = (int64_t)1 << 20, element = sizeof(REAL) + 2 * BURST_SPLIT;
+    const int64_t panel_bytes = (b->d + b->dim_v) * NR * element * (1 + backward);
+    int64_t n = MIN(BURST_PANELS, MAX(1, room / panel_bytes));
+    while (n > 1 && b->batch * b->heads * (ROUND_UP(panels, n) / n) < enough) n /= 2;
+    return n;
+}
+
+INLINE void plan_call(call *c, burst_block *b, int64_t tile_keys, int backward, arena *a)
+{
+    c->b = b;
+    c->tile_keys = tile_keys;
+    c->panels = ROUND_UP(b->rows_q, NR) / NR;
+    c->group_panels = group_panels_of(b, backward);
+    c->groups = ROUND_UP(c->panels, c->group_panels) / c->group_panels;
+    c->tiles = ROUND_UP(b->rows_k, tile_keys) / tile_keys;
+    c->tasks = b->batch * b->heads * c->groups;
+    c->tile_min = TAKE(a, int32_t, c->tiles);
+    c->tile_max = TAKE(a, int32_t, c->tiles);
+    if (backward) {
+        c->turn = TAKE(a, atomic_int, b->batch * b->kv_heads * c->tiles);
+        c->group_lo = TAKE(a, int32_t, c->groups);
+        c->group_hi = TAKE(a, int32_t, c->groups);
+    }
+}
+
+INLINE void start_call(call *c, int threads)
+{
+    for (int64_t t = 0; t < c->tiles; t++) {
+        const int64_t end = MIN((t + 1) * c->tile_keys, c->b->rows_k);
+        int32_t low = c->b->pos[t * c->tile_keys], high = low;
+        for (int64_t j = t * c->tile_keys; j < end; j++) {
+            low = MIN(low, c->b->pos[j]);
+            high = MAX(high, c->b->pos[j]);
+        }
+        c->tile_min[t] = low;
+        c->tile_max[t] = high;
+    }
+    atomic_init(&c->next, 0);
+    atomic_init(&c->stop, 0);
+    atomic_init(&c->working, threads);
+    atomic_init(&c->computed, 0);
+    c->heard = 0;
+}
+
+/* Task t: heads outermost, so that a head's keys stay in cache; late queries first, as causal rows are longest there. */
+INLINE void task_of(const call *c, int64_t t, int64_t *batch, int64_t *head, int64_t *group)
+{
+    *group = c->groups - 1 - t % c->groups;
+    *head = t / c->groups % c->b->heads;
+    *batch = t / c->groups / c->b->heads;
+}
+
+INLINE int64_t now_ns(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
+/* Between tiles.  Thread 0 is the thread that called: it alone gives MPI its progress. */
+INLINE int carry_on(call *c, int thread)
+{
+    if (thread == 0 && c->b->progress) {
+        const int64_t now = now_ns();
+        if (now - c->heard >= c->b->interval_ns) {
+            if (c->b->progress()) atomic_store(&c->stop, 1);
+            c->heard = now_ns();
+        }
+    }
+    return !atomic_load_explicit(&c->stop, memory_order_relaxed);
+}
+
+/* ---------------------------------------------------------------- threads */
+
+/* Subnormals are taken as 0: they are below what float32 sums keep, and cost hundreds of cycles each. */
+INLINE unsigned flush_subnormals(void)
+{
+#if defined(__x86_64__)
+    const unsigned old = _mm_getcsr();
+    _mm_setcsr(old | 0x8040);
+    return old;
+#else
+    return 0;
+#endif
+}
+INLINE void restore_subnormals(unsigned old)
+{
+#if defined(__x86_64__)
+    _mm_setcsr(old);
+#else
+    (void)old;
+#endif
+}
+
+typedef void worker(call *c, int thread, arena scratch);
+
+/* Run work on the threads, each with its own part of the scratch, and keep MPI going until the last one has ended. */
+static void run(call *c, worker *work, arena shared, int64_t bytes_per_thread)
+{
+    const int threads = (int)MAX(1, MIN(c->b->threads, c->tasks));
+    start_call(c, threads);
+#ifdef _OPENMP
+#pragma omp parallel num_threads(threads)
+    {
+        const int thread = omp_get_thread_num(), team = omp_get_num_threads();
+        if (thread == 0) atomic_fetch_sub(&c->working, threads - team); /* OpenMP may give fewer */
+#else
+    {
+        const int thread = 0;
+        atomic_store(&c->working, 1);
+#endif
+        const unsigned old = flush_subnormals();
+        const arena mine = {shared.base + shared.used + thread * bytes_per_thread, 0};
+        work(c, thread, mine);
+        restore_subnormals(old);
+        atomic_fetch_sub(&c->working, 1);
+        while (thread == 0 && atomic_load(&c->working) > 0) {
+            carry_on(c, 0);
+            sched_yield();
+        }
+    }
+    c->b->tiles = atomic_load(&c->computed);
+}
+
+/* ---------------------------------------------------------------- rows and lanes */
+
+INLINE char *row_at(const burst_array *x, int64_t batch, int64_t row, int64_t head)
+{
+    return x->data + batch * x->step[0] + row * x->step[1] + head * x->step[2];
+}
+INLINE REAL *entry_at(const burst_vector *x, int64_t batch, int64_t head, int64_t row)
+{
+    return (REAL *)(x->data + batch * x->step[0] + head * x->step[1] + row * x->step[2]);
+}
+
+INLINE void take_lanes(arena *a, lanes *q)
+{
+    q->lo = TAKE(a, INT, NR);
+    q->hi = TAKE(a, INT, NR);
+    q->at = TAKE(a, INT, NR);
+}
+
+/* Rows row .. row + count of the block become lanes.  The others are idle: they see nothing, and hold zeros that do no
+ * harm where a tile is full for all rows, so that only the rows decide what is full. */
+INLINE void set_lanes(lanes *q, const burst_block *b, int64_t head, int64_t row, int count)
+{
+    for (int i = 0; i < NR; i++) {
+        q->lo[i] = i < count ? b->lo[row + i] : INT32_MAX;
+        q->hi[i] = i < count ? b->hi[row + i] : INT32_MIN;
+        q->at[i] = i < count ? b->at[row + i] : 0;
+    }
+    q->lo_min = q->lo_max = q->lo[0];
+    q->hi_min = q->hi_max = q->hi[0];
+    for (int i = 1; i < count; i++) {
+        q->lo_min = MIN(q->lo_min, q->lo[i]);
+        q->lo_max = MAX(q->lo_max, q->lo[i]);
+        q->hi_min = MIN(q->hi_min, q->hi[i]);
+        q->hi_max = MAX(q->hi_max, q->hi[i]);
+    }
+    q->idle = count < NR;
+    q->slope = b->slopes ? (REAL)(b->slopes[head] * LOG2E) : 0;
+}
+
+INLINE bend bend_of(const burst_block *b)
+{
+    return (bend){(REAL)(b->softcap * LOG2E), b->slopes != NULL};
+}
+/* What Q is multiplied by while it is packed. */
+INLINE REAL factor_of(const burst_block *b)
+{
+    return (REAL)(b->softcap != 0 ? b->scale / b->softcap : b->scale * LOG2E);
+}
+
+#endif

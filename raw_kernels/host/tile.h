@@ -1,0 +1,143 @@
+/* A tile of keys in scratch, and what a panel sees of it. */
+#ifndef BURST_TILE_H
+#define BURST_TILE_H
+
+#include "tasks.h"
+
+typedef struct {
+    REAL *k;              /* [keys, ld_k] rows */
+    REAL *v;              /* [keys, ld_v] rows: backward */
+    REAL *chunks;         /* columns of V (forward) or K (backward) in chunks: see products.h */
+    REAL *row;            /* one row */
+    INT *pos;             /* [keys] */
+    INT *block_min, *block_max; /* [blocks] */
+    INT min, max;               /* of all */
+    int64_t ld_k, ld_v, chunk_stride;
+    int64_t first, live, blocks; /* first key, keys, blocks of KR keys */
+    int wild_k, wild_v;   /* an infinity or NaN is among them */
+} key_tile;
+
+INLINE void take_positions(arena *a, key_tile *t, const call *c)
+{
+    const int64_t keys = ROUND_UP(c->tile_keys, KR);
+    t->pos = TAKE(a, INT, keys);
+    t->block_min = TAKE(a, INT, keys / KR);
+    t->block_max = TAKE(a, INT, keys / KR);
+}
+
+INLINE void load_positions(key_tile *t, const call *c, int64_t index)
+{
+    t->first = index * c->tile_keys;
+    t->live = MIN(c->tile_keys, c->b->rows_k - t->first);
+    t->blocks = ROUND_UP(t->live, KR) / KR;
+    t->wild_k = t->wild_v = 0;
+    t->min = c->tile_min[index];
+    t->max = c->tile_max[index];
+    for (int64_t i = 0; i < t->live; i++) t->pos[i] = c->b->pos[t->first + i];
+    for (int64_t block = 0; block < t->blocks; block++) {
+        INT low = t->pos[block * KR], high = low;
+        for (int64_t i = block * KR; i < MIN((block + 1) * KR, t->live); i++) {
+            low = MIN(low, t->pos[i]);
+            high = MAX(high, t->pos[i]);
+        }
+        t->block_min[block] = low;
+        t->block_max[block] = high;
+    }
+}
+
+#ifndef BURST_AMX
+INLINE void take_tile(arena *a, key_tile *t, const call *c, int backward)
+{
+    const burst_block *b = c->b;
+    const int64_t keys = ROUND_UP(c->tile_keys, KR), line = 64 / (int64_t)sizeof(REAL);
+    t->ld_k = ROUND_UP(b->d, line) + line;
+    t->ld_v = ROUND_UP(b->dim_v, line) + line;
+    t->chunk_stride = CHUNK_STRIDE(keys);
+    t->k = TAKE(a, REAL, keys * t->ld_k);
+    t->v = backward ? TAKE(a, REAL, keys * t->ld_v) : NULL;
+    t->chunks = TAKE(a, REAL, ROUND_UP(backward ? b->d : b->dim_v, KR) / KR * t->chunk_stride);
+    t->row = TAKE(a, REAL, MAX(t->ld_k, t->ld_v));
+    take_positions(a, t, c);
+}
+
+INLINE void chunk_row(const key_tile *t, int64_t key, const REAL *row, int64_t columns)
+{
+    for (int64_t c = 0; c < columns; c += KR)
+        memcpy(t->chunks + c / KR * t->chunk_stride + key * KR, row + c, KR * sizeof(REAL));
+}
+
+/* Bring keys and values of tile `index` into scratch as REAL. */
+NOINLINE void load_tile(key_tile *t, const call *c, int64_t batch, int64_t head, int64_t index, int backward)
+{
+    const burst_block *b = c->b;
+    const int type = (int)b->type;
+    const int64_t columns = ROUND_UP(backward ? b->d : b->dim_v, KR);
+    load_positions(t, c, index);
+    for (int64_t i = 0; i < t->live; i++) {
+        const char *k = row_at(&b->k, batch, t->first + i, head), *v = row_at(&b->v, batch, t->first + i, head);
+        REAL *k_row = t->k + i * t->ld_k;
+        t->wild_k |= load_row(k, b->k.step[3], b->d, k_row, type);
+        if (backward) {
+            for (int64_t j = b->d; j < columns; j++) k_row[j] = 0;
+            chunk_row(t, i, k_row, columns);
+            t->wild_v |= load_row(v, b->v.step[3], b->dim_v, t->v + i * t->ld_v, type);
+        } else {
+            t->wild_v |= load_row(v, b->v.step[3], b->dim_v, t->row, type);
+            for (int64_t j = b->dim_v; j < columns; j++) t->row[j] = 0;
+            chunk_row(t, i, t->row, columns);
+        }
+    }
+    for (int64_t i = t->live; i < t->blocks * KR; i++) { /* P is 0 there, and 0 times what was left there must be 0 */
+        memset(t->row, 0, columns * sizeof(REAL));
+        chunk_row(t, i, t->row, columns);
+    }
+}
+#endif
+
+/* Ask for part `part` of `parts` of a tile's rows to come into L2: spread over the panels, so that the next tile is
+ * there when it is packed.  Rows of one head lie far apart, and the hardware does not guess them. */
+INLINE void prefetch_rows(const burst_array *x, const call *c, int64_t batch, int64_t head, int64_t index, int64_t bytes,
+                          int64_t part, int64_t parts)
+{
+    const int64_t first = index * c->tile_keys, live = MIN(c->tile_keys, c->b->rows_k - first);
+    for (int64_t i = live * part / parts; i < live * (part + 1) / parts; i++) {
+        const char *row = row_at(x, batch, first + i, head);
+        for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(row + at, 0, 2);
+    }
+}
+
+INLINE void prefetch_tile(const call *c, int64_t batch, int64_t head, int64_t index, int64_t part, int64_t parts)
+{
+    const burst_block *b = c->b;
+    const int64_t size = SIZE_OF_TYPE[b->type];
+    if (index >= c->tiles) return;
+    if (b->k.step[3] == size) prefetch_rows(&b->k, c, batch, head, index, b->d * size, part, parts);
+    if (b->v.step[3] == size) prefetch_rows(&b->v, c, batch, head, index, b->dim_v * size, part, parts);
+}
+
+INLINE enum sight block_sight(const key_tile *t, const lanes *q, int64_t block)
+{
+    const enum sight s = sight_of(q, t->block_min[block], t->block_max[block]);
+    const int padded = (block + 1) * KR > t->live, wild = q->idle && (t->wild_k || t->wild_v); /* 0 * NaN is no zero */
+    return s == FULL && (padded || wild) ? CUT : s;
+}
+
+/* The blocks that a panel must compute: [*from, *to); *full tells that no lane misses any key of them. */
+INLINE void seen_blocks(const key_tile *t, const lanes *q, int64_t *from, int64_t *to, int *full)
+{
+    int64_t a = 0, z = t->blocks;
+    if (sight_of(q, t->min, t->max) == FULL && t->live == z * KR && !(q->idle && (t->wild_k || t->wild_v))) {
+        *from = 0;
+        *to = z;
+        *full = 1;
+        return;
+    }
+    while (a < z && block_sight(t, q, a) == HIDDEN) a++;
+    while (z > a && block_sight(t, q, z - 1) == HIDDEN) z--;
+    *full = 1;
+    for (int64_t i = a; i < z; i++) *full &= block_sight(t, q, i) == FULL;
+    *from = a;
+    *to = z;
+}
+
+#endif

@@ -1,0 +1,228 @@
+/* Vectors of REAL: GCC/clang vector extensions everywhere, intrinsics only where an instruction has no C spelling.
+ *
+ *   LANES   elements of a vector          VR   vectors of a panel: its lanes are NR = VR * LANES queries
+ *   KR      rows of a register block: KR * VR accumulators live in registers
+ *   WIDE    vectors of a row block in the products that make dK and dV
+ */
+#ifndef BURST_VEC_H
+#define BURST_VEC_H
+
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#ifdef BURST_DOUBLE
+typedef double REAL;
+typedef int64_t INT;
+#else
+typedef float REAL;
+typedef int32_t INT;
+#endif
+
+#if defined(BURST_AMX) /* on top of AVX-512; panels and blocks are whole AMX tiles: see amx.h */
+#include <immintrin.h>
+#define VBYTES 64
+#define KR 32
+#ifdef BURST_PANEL_VECTORS
+#define VR BURST_PANEL_VECTORS
+#elif defined(BURST_PIECES) && BURST_PIECES > 1
+#define VR 4
+#else
+#define VR 8
+#endif
+#define WIDE 4
+#elif defined(BURST_AVX512)
+#include <immintrin.h>
+#define VBYTES 64
+#define KR 8
+#define VR 3
+#define WIDE 4
+#elif defined(BURST_AVX2)
+#include <immintrin.h>
+#define VBYTES 32
+#define KR 4
+#define VR 3
+#define WIDE 3
+#elif defined(__aarch64__)
+#define VBYTES 16
+#define KR 8
+#define VR 3
+#define WIDE 4
+#else
+#define VBYTES 16
+#define KR 4
+#define VR 3
+#define WIDE 3
+#endif
+
+#define LANES ((int)(VBYTES / sizeof(REAL)))
+#define NR (VR * LANES)
+
+#define INLINE static inline __attribute__((always_inline))
+#define NOINLINE static __attribute__((noinline))
+#define UNROLL _Pragma("GCC unroll 64")
+
+typedef REAL vec __attribute__((vector_size(VBYTES), may_alias));
+typedef INT ivec __attribute__((vector_size(VBYTES), may_alias));
+typedef REAL vec_unaligned __attribute__((vector_size(VBYTES), aligned(sizeof(REAL)), may_alias));
+
+INLINE vec load(const REAL *p) { return *(const vec *)p; }
+INLINE void store(REAL *p, vec x) { *(vec *)p = x; }
+INLINE vec loadu(const REAL *p) { return *(const vec_unaligned *)p; }
+INLINE void storeu(REAL *p, vec x) { *(vec_unaligned *)p = x; }
+INLINE ivec loadi(const INT *p) { return *(const ivec *)p; }
+INLINE vec splat(REAL x) { return x - (vec){0}; }
+INLINE vec zero(void) { return (vec){0}; }
+
+/* where ? a : b; where is all ones or all zeros in each lane */
+INLINE vec pick(ivec where, vec a, vec b) { return (vec)((where & (ivec)a) | (~where & (ivec)b)); }
+/* The larger; a NaN in a is passed over. */
+INLINE vec larger(vec a, vec b) { return pick(a > b, a, b); }
+
+INLINE int any(ivec where)
+{
+    INT sum = 0;
+    UNROLL for (int i = 0; i < LANES; i++) sum |= where[i];
+    return sum != 0;
+}
+
+/* ---------------------------------------------------------------- 2^x */
+
+/* Minimax polynomials of 2^r with p(0) = 1: relative error below 3e-9 (float) and 2e-17 (double) before rounding.
+ * AVX-512 has r = t - floor(t) in one instruction and p * 2^floor(t) in another: r in [0, 1).  Elsewhere |r| <= 1/2. */
+#if defined(BURST_DOUBLE) && defined(BURST_AVX512)
+static const REAL EXP2[] = {
+    1.0, 0.693147180559945928, 0.240226506959063302, 0.0555041086656022533, 0.00961812909955079557,
+    0.00133335586295667552, 0.000154035123096286604, 0.000015253175055562796, 1.32083672889511404e-6,
+    1.02532124357219342e-7, 6.55952932277052837e-9, 6.26346614229602101e-10};
+#elif defined(BURST_DOUBLE)
+static const REAL EXP2[] = {
+    1.0, 0.693147180559945697, 0.24022650695910098, 0.0555041086647903945, 0.00961812910760700262,
+    0.00133335581534399697, 0.000154035304415718501, 0.0000152527273851897748, 1.32154426754528552e-6,
+    1.01806476605730693e-7, 7.07257039454079943e-9, 4.07807178609287042e-10};
+#elif defined(BURST_AVX512)
+static const REAL EXP2[] = {
+#if BURST_EXP2_DEGREE == 5
+    1.0f, 0.69315131181760979f, 0.240164450039273029f, 0.0557999134252242838f, 0.00901702996252961276f,
+    0.00186713021195126332f};
+#else
+    1.0f, 0.693147044443398266f, 0.240229305553523956f, 0.0554852806079473485f, 0.00967545159358604257f,
+    0.00124678461738658441f, 0.000216129159441027802f};
+#endif
+#else
+static const REAL EXP2[] = {
+    1.0f, 0.693147214967884963f, 0.240226527828761768f, 0.0555031055120698058f, 0.00961769297614318723f,
+    0.00134066438474800602f, 0.000155946770151054106f};
+#endif
+#define EXP2_DEGREE ((int)(sizeof EXP2 / sizeof *EXP2) - 1)
+
+#ifdef BURST_DOUBLE
+#define ROUND_MAGIC 0x1.8p52
+#define EXP2_LOW (-2044.0)
+#define EXP2_HIGH 2046.0
+#define MANTISSA 52
+#define BIAS 1023
+#else
+#define ROUND_MAGIC 0x1.8p23f
+#define EXP2_LOW (-252.0f)
+#define EXP2_HIGH 254.0f
+#define MANTISSA 23
+#define BIAS 127
+#endif
+
+/* NaN gives NaN, -inf gives 0, +inf gives inf. */
+INLINE vec exp2_vec(vec t)
+{
+#ifdef BURST_AVX512
+#ifdef BURST_DOUBLE
+    const vec r = (vec)_mm512_reduce_pd((__m512d)t, 1);
+#else
+    const vec r = (vec)_mm512_reduce_ps((__m512)t, 1);
+#endif
+    vec p = splat(EXP2[EXP2_DEGREE]);
+    UNROLL for (int i = EXP2_DEGREE - 1; i >= 0; i--) p = p * r + EXP2[i];
+#ifdef BURST_DOUBLE
+    return (vec)_mm512_scalef_pd((__m512d)p, (__m512d)t);
+#else
+    return (vec)_mm512_scalef_ps((__m512)p, (__m512)t);
+#endif
+#else
+    t = pick(t < EXP2_LOW, splat(EXP2_LOW), t);
+    t = pick(t > EXP2_HIGH, splat(EXP2_HIGH), t);
+    const vec shifted = t + ROUND_MAGIC;
+    const vec r = t - (shifted - ROUND_MAGIC);
+    vec p = splat(EXP2[EXP2_DEGREE]);
+    UNROLL for (int i = EXP2_DEGREE - 1; i >= 0; i--) p = p * r + EXP2[i];
+    /* 2^n as two factors, so that neither leaves the range of normal numbers */
+    const ivec n = (ivec)shifted - (ivec)splat(ROUND_MAGIC);
+    const ivec half = n >> 1;
+    return p * (vec)((half + BIAS) << MANTISSA) * (vec)((n - half + BIAS) << MANTISSA);
+#endif
+}
+
+/* ---------------------------------------------------------------- tanh */
+
+#define LOG2E 1.44269504088896340736
+
+/* Relative accuracy near 0, where cap * tanh(x / cap) is almost x: a polynomial there, 1 - 2/(e^{2x} + 1) elsewhere. */
+INLINE vec tanh_vec(vec x)
+{
+    const ivec sign = (ivec)splat((REAL)-0.0);
+    const vec size = (vec)((ivec)x & ~sign);
+    const vec z = x * x;
+#ifdef BURST_DOUBLE
+    const vec p = (-9.64399179425052238628E-1 * z - 9.92877231001918586564E1) * z - 1.61468768441708447952E3;
+    const vec q = ((z + 1.12811678491632931402E2) * z + 2.23548839060100448583E3) * z + 4.84406305325125486048E3;
+    const vec small = x + x * z * (p / q);
+#else
+    const vec p = (((-5.70498872745E-3f * z + 2.06390887954E-2f) * z - 5.37397155531E-2f) * z + 1.33314422036E-1f) * z
+                  - 3.33332819422E-1f;
+    const vec small = x + x * z * p;
+#endif
+    const vec large = 1 - 2 / (exp2_vec(size * (REAL)(2 * LOG2E)) + 1);
+    const vec signed_large = (vec)((ivec)large | ((ivec)x & sign));
+    return pick(size < (REAL)0.625, small, pick(size > 20, (vec)((ivec)splat(1) | ((ivec)x & sign)), signed_large));
+}
+
+/* ---------------------------------------------------------------- transposition */
+
+#if defined(__has_builtin)
+#if __has_builtin(__builtin_shufflevector)
+#define SHUFFLE __builtin_shufflevector
+#endif
+#endif
+
+/* LANES x LANES, in place.  Interleaving row i with row i + LANES/2, log2(LANES) times, transposes. */
+INLINE void transpose(vec r[])
+{
+#ifdef SHUFFLE
+    UNROLL for (int round = 1; round < LANES; round *= 2) {
+        vec t[VBYTES / sizeof(REAL)];
+        UNROLL for (int i = 0; i < LANES / 2; i++) {
+            const vec a = r[i], b = r[i + LANES / 2];
+#if VBYTES == 64 && !defined(BURST_DOUBLE)
+            t[2 * i] = SHUFFLE(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+            t[2 * i + 1] = SHUFFLE(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+#elif VBYTES / 8 == 8 || (VBYTES == 32 && !defined(BURST_DOUBLE))
+            t[2 * i] = SHUFFLE(a, b, 0, 8, 1, 9, 2, 10, 3, 11);
+            t[2 * i + 1] = SHUFFLE(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
+#elif VBYTES == 32 || !defined(BURST_DOUBLE)
+            t[2 * i] = SHUFFLE(a, b, 0, 4, 1, 5);
+            t[2 * i + 1] = SHUFFLE(a, b, 2, 6, 3, 7);
+#else
+            t[2 * i] = SHUFFLE(a, b, 0, 2);
+            t[2 * i + 1] = SHUFFLE(a, b, 1, 3);
+#endif
+        }
+        UNROLL for (int i = 0; i < LANES; i++) r[i] = t[i];
+    }
+#else
+    vec t[VBYTES / sizeof(REAL)];
+    for (int i = 0; i < LANES; i++) t[i] = r[i];
+    for (int i = 0; i < LANES; i++)
+        for (int j = 0; j < LANES; j++) r[i][j] = t[j][i];
+#endif
+}
+
+#endif

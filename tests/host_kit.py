@@ -1,0 +1,150 @@
+"""Run a backend's verbs on whole arrays, block of keys by block of keys, and a naive run of the same type beside it."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+
+from burstmpi.backends import reference
+from burstmpi.backends.base import Dims, Tally, Work
+from burstmpi.checks import accumulator
+from burstmpi.rules import Rules, Sight
+
+DTYPES = {"float64": np.float64, "float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+
+
+def arrays(rng, batch, rows_q, rows_k, heads, kv_heads, d, dv, dtype, gain=1.0):
+    """q, k, v, dout of a type; gain multiplies the logits."""
+    make = lambda *shape: rng.standard_normal(shape)  # noqa: E731
+    q = make(batch, rows_q, heads, d) * gain
+    k, v = make(batch, rows_k, kv_heads, d), make(batch, rows_k, kv_heads, dv)
+    dout = make(batch, rows_q, heads, dv)
+    return tuple(x.astype(DTYPES[dtype]) for x in (q, k, v, dout))
+
+
+def _work(backend, dims, rules, rows_q, rows_k, most_k, backward, tally, progress=None):
+    at, lo, hi = rules.intervals(np.arange(rows_q), rows_q, rows_k)
+    scores = rules.scores(dims.d)
+    scratch = backend.allocate(backend.scratch_bytes(dims, scores, rows_q, most_k, backward))
+    scratch[:] = 0xFF  # NaN wherever it is read before it is written
+
+    def of(positions):
+        extra = {} if progress is None else {"progress": progress}
+        return Work(Sight(at, lo, hi, positions.astype(np.int32)), scores, scratch, tally=tally, **extra)
+
+    return of
+
+
+def _dims(q, k, v):
+    return Dims(q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.dtype, accumulator(q.dtype))
+
+
+def _cuts(rows_k, cuts):
+    return np.split(np.arange(rows_k), cuts)
+
+
+def forward(backend, q, k, v, *, cuts=(), tally=None, progress=None, **options):
+    """out, lse of whole arrays, the keys coming in blocks."""
+    rules, dims, tally = Rules(**options), _dims(q, k, v), tally or Tally()
+    blocks = _cuts(k.shape[1], cuts)
+    work = _work(backend, dims, rules, q.shape[1], k.shape[1], max(map(len, blocks)), False, tally, progress)
+    state = np.full((*q.shape[:3], v.shape[3]), np.nan, dims.accumulator)
+    lse = np.full((q.shape[0], q.shape[2], q.shape[1]), np.nan, dims.accumulator)
+    out = np.full(state.shape, np.nan, q.dtype)
+    for i, keys in enumerate(blocks):
+        last = i == len(blocks) - 1
+        backend.attend(q, k[:, keys], v[:, keys], state, lse, work(keys), first=i == 0, final=out if last else None)
+    return out, lse
+
+
+def backward(backend, dout, q, k, v, out, lse, *, cuts=(), tally=None, progress=None, **options):
+    """dq, dk, dv of whole arrays in the accumulator's type, the keys coming in blocks."""
+    rules, dims, tally = Rules(**options), _dims(q, k, v), tally or Tally()
+    blocks = _cuts(k.shape[1], cuts)
+    work = _work(backend, dims, rules, q.shape[1], k.shape[1], max(map(len, blocks)), True, tally, progress)
+    delta = np.full(lse.shape, np.nan, dims.accumulator)
+    backend.delta(dout, out, delta)
+    dq, dk, dv = (np.full(x.shape, np.nan, dims.accumulator) for x in (q, k, v))
+    for i, keys in enumerate(blocks):
+        part_k, part_v = (np.full((*x.shape[:1], len(keys), *x.shape[2:]), np.nan, dims.accumulator) for x in (k, v))
+        backend.attend_backward(
+            dout, q, k[:, keys], v[:, keys], lse, delta, dq, part_k, part_v, work(keys), fresh_q=i == 0, fresh_kv=True
+        )
+        dk[:, keys], dv[:, keys] = part_k, part_v
+    return dq, dk, dv
+
+
+def naive(dout, q, k, v, *, narrow=False, **options):
+    """Dense attention and gradients with every array in the accumulator's type: what rounding alone costs.
+
+    narrow : P and dS are rounded to q's type before they are multiplied, as tensor units want them
+
+    Returns out, lse, dq, dk, dv, and what one rounding of dP costs in dq and dk: with few keys dP - delta cancels,
+    and a lucky naive run says nothing.
+    """
+    acc, own = accumulator(q.dtype), q.dtype
+    rules = Rules(**options)
+    dout, q, k, v = (x.astype(acc) for x in (dout, q, k, v))
+    group = q.shape[2] // k.shape[2]
+    kk, vv = np.repeat(k, group, 2), np.repeat(v, group, 2)
+    mask, at = reference.visible(rules, q.shape[1], k.shape[1])
+    scores = rules.scores(q.shape[3])
+    s = np.matmul(q.transpose(0, 2, 1, 3), kk.transpose(0, 2, 3, 1)) * acc.type(scores.scale)
+    slope = acc.type(1)
+    if scores.softcap is not None:
+        t = np.tanh(s / acc.type(scores.softcap))
+        s, slope = acc.type(scores.softcap) * t, 1 - t * t
+    if scores.slopes is not None:
+        s = s - np.array(scores.slopes, acc)[:, None, None] * np.abs(at[:, None] - np.arange(k.shape[1])).astype(acc)
+    s = np.where(mask, s, acc.type(-np.inf))
+    top = s.max(axis=3, initial=-np.inf)
+    safe = np.where(np.isneginf(top), 0, top).astype(acc)
+    p = np.exp(s - safe[..., None])
+    total = p.sum(axis=3)
+    with np.errstate(divide="ignore"):
+        lse = safe + np.log(total)
+    p = np.exp(s - np.where(np.isneginf(lse), np.inf, lse)[..., None].astype(acc))
+    vt, dt = vv.transpose(0, 2, 1, 3), dout.transpose(0, 2, 1, 3)
+    factor = (lambda x: x.astype(own).astype(acc)) if narrow else (lambda x: x)
+    out = np.matmul(factor(p), vt)
+    delta = (out.astype(own).astype(acc) * dt).sum(axis=3)  # backward gets out as the caller's type holds it
+    ds = p * (np.matmul(dt, vt.swapaxes(2, 3)) - delta[..., None]) * slope
+    ds = factor(ds) * acc.type(scores.scale)
+    fold = lambda x: x.reshape(x.shape[0], -1, group, *x.shape[2:]).sum(axis=2).transpose(0, 2, 1, 3)  # noqa: E731
+    dq = np.matmul(ds, kk.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3)
+    dk = fold(np.matmul(ds.swapaxes(2, 3), q.transpose(0, 2, 1, 3)))
+    dv = fold(np.matmul(factor(p).swapaxes(2, 3), dt))
+    noise = np.finfo(acc).eps / 2 * scores.scale * rms(dout) * rms(v) * v.shape[3] ** 0.5
+    few = lambda x, axis: noise * float(np.sqrt((p.astype(np.float64) ** 2).sum(axis=axis).mean())) * rms(x)  # noqa: E731
+    return out.transpose(0, 2, 1, 3), lse, dq, dk, dv, (few(k, 3), few(q, 2))
+
+
+def exact(dout, q, k, v, **options):
+    """The float64 oracle: out, lse, dq, dk, dv."""
+    out, lse = reference.forward(q, k, v, **options)
+    return out, lse, *reference.backward(dout, q, k, v, out, lse, **options)
+
+
+def rms(x):
+    """Root mean square of the finite part."""
+    x = np.asarray(x, np.float64)
+    x = x[np.isfinite(x)]
+    return float(np.sqrt(np.mean(x * x))) if x.size else 0.0
+
+
+def check(name, got, true, same_type, dtype, factor=2.0, score=0.0, floor=0.0):
+    """Hold an error against that of the naive run, plus one rounding of the result's own type.
+
+    score : size of the scores.  One rounding of a score s changes P by a factor 1 + ulp s; a naive run of few keys
+    may be lucky and make no error at all.  floor : what ``naive`` says of cancellation.
+    """
+    got, same_type = got.astype(np.float64), same_type.astype(np.float64)
+    assert got.shape == true.shape, name
+    assert (np.isneginf(got) == np.isneginf(true)).all(), f"{name}: -inf elsewhere than in the reference"
+    assert np.isfinite(got[~np.isneginf(got)]).all(), f"{name}: not finite"
+    with np.errstate(invalid="ignore"):
+        error, allowed = rms(got - true), rms(same_type - true)
+    ulp = {"float64": 2**-53, "float32": 2**-24, "float16": 2**-11, "bfloat16": 2**-8}
+    own, wide = ulp[dtype], ulp["float64" if dtype == "float64" else "float32"]
+    bound = factor * allowed + (own + wide * (1 + score)) * rms(true) + factor * floor + 1e-30
+    assert error <= bound, f"{name}: error {error:.3g}, allowed {bound:.3g} (naive {allowed:.3g})"

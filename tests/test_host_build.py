@@ -1,0 +1,261 @@
+"""Building and caching the kernels: one compile for many processes, and nothing loaded that somebody else may have written."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from burstmpi import backends
+from burstmpi.backends import compile, host
+
+HERE = Path(__file__).resolve().parent
+
+needs_compiler = pytest.mark.skipif(not any(map(compile.shutil.which, ("cc", "gcc", "clang"))), reason="no C compiler")
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty cache, and no library kept from earlier tests."""
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("BURSTMPI_CACHE", str(folder))
+    monkeypatch.setattr(host, "_LIBRARIES", {})
+    return folder
+
+
+@pytest.fixture
+def source(tmp_path):
+    folder = tmp_path / "kernels" / "host"
+    folder.mkdir(parents=True)
+    (folder / "answer.h").write_text("#define ANSWER 42\n")
+    (folder / "answer.c").write_text('#include "answer.h"\nint answer(void) { return ANSWER; }\n')
+    return folder / "answer.c"
+
+
+@pytest.fixture
+def builds(monkeypatch):
+    """Counts runs of the compiler."""
+    runs, real = [], subprocess.run
+    monkeypatch.setattr(compile.subprocess, "run", lambda *a, **k: runs.append(a) or real(*a, **k))
+    return runs
+
+
+FLAGS = ["-shared", "-fPIC", "-O1"]
+
+
+@needs_compiler
+def test_built_once_and_private(cache, source, builds):
+    assert compile.load("answer", source, FLAGS).answer() == 42
+    assert compile.load("answer", source, FLAGS).answer() == 42
+    assert len(builds) == 1
+    (library,) = cache.glob("*.so")
+    assert stat.S_IMODE(library.stat().st_mode) == 0o600 and stat.S_IMODE(cache.stat().st_mode) == 0o700
+    assert not list(cache.glob(".build-*"))
+
+
+@needs_compiler
+def test_sources_headers_flags_and_compiler_are_in_the_key(cache, source, builds, tmp_path, monkeypatch):
+    compile.load("answer", source, FLAGS)
+    compile.load("answer", source, [*FLAGS, "-DX"])
+    (source.parent / "answer.h").write_text("#define ANSWER 43\n")
+    assert compile.load("answer", source, FLAGS).answer() == 43
+    wrapper = tmp_path / "mycc"
+    wrapper.write_text(f'#!/bin/sh\nexec {compile.compiler()[0]} "$@"\n')
+    wrapper.chmod(0o755)
+    monkeypatch.setenv("CC", f"{wrapper} -g0")
+    compile.load("answer", source, FLAGS)
+    assert builds[-1][0][:2] == [str(wrapper), "-g0"]
+    assert len(builds) == 4 == len(list(cache.glob("*.so")))
+
+
+def spoil_flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def spoil_cut(path):
+    path.write_bytes(path.read_bytes()[:1000])
+
+
+def spoil_rights(path):
+    path.chmod(0o666)
+
+
+def spoil_link(path):
+    other = path.with_suffix(".else")
+    path.rename(other)
+    path.symlink_to(other)
+
+
+def spoil_plain(path):
+    """A library that works, but that this code did not seal."""
+    path.write_bytes(path.read_bytes()[: -compile.TRAILER])
+
+
+@needs_compiler
+@pytest.mark.parametrize("spoil", [spoil_flip, spoil_cut, spoil_rights, spoil_link, spoil_plain])
+def test_a_damaged_or_planted_file_is_not_loaded(cache, source, builds, spoil):
+    compile.load("answer", source, FLAGS)
+    (path,) = cache.glob("*.so")
+    os.replace(path, path.with_suffix(".old"))  # what is loaded must not be written to
+    path.write_bytes(path.with_suffix(".old").read_bytes())
+    path.chmod(0o600)
+    assert compile._sound(path)
+    spoil(path)
+    assert not compile._sound(path)
+    assert compile.load("answer", source, FLAGS).answer() == 42
+    assert len(builds) == 2 and compile._sound(path) and not path.is_symlink()
+
+
+def test_a_folder_that_others_may_write_to_is_refused(cache):
+    cache.mkdir()
+    cache.chmod(0o777)
+    with pytest.raises(compile.BuildError, match="others may write to it .mode 777.*BURSTMPI_CACHE"):
+        compile.cache_folder()
+
+
+def test_a_folder_of_another_user_is_refused(cache, monkeypatch):
+    cache.mkdir(mode=0o700)
+    monkeypatch.setattr(os, "geteuid", lambda: 4242)
+    with pytest.raises(compile.BuildError, match="belongs to user .* not to 4242"):
+        compile.cache_folder()
+
+
+def test_no_compiler_means_numpy_and_one_warning(cache, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CC", raising=False)
+    with pytest.warns(RuntimeWarning, match="no C compiler found.*install one") as told:
+        assert backends.choose("auto").name == "numpy"
+    assert len(told) == 1
+    with pytest.raises(ValueError, match="backend: 'host' cannot be used: no C compiler"):
+        backends.choose("host")
+
+
+def test_a_cache_that_cannot_be_made_means_numpy(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("BURSTMPI_CACHE", str(tmp_path / "file" / "cache"))
+    monkeypatch.setattr(host, "_LIBRARIES", {})
+    with pytest.warns(RuntimeWarning, match="set BURSTMPI_CACHE"):
+        assert backends.choose("auto").name == "numpy"
+
+
+@needs_compiler
+def test_a_compiler_that_fails_says_why(cache, source):
+    source.write_text("int answer(void) { return; nonsense }\n")
+    with pytest.raises(compile.BuildError, match="nonsense"):
+        compile.load("answer", source, FLAGS)
+
+
+def test_unknown_or_missing_instruction_sets_are_refused(monkeypatch):
+    with pytest.raises(ValueError, match="must be one of .*'mmx'"):
+        host.HostBackend("mmx")
+    monkeypatch.setenv("BURSTMPI_ISA", "avx512")
+    monkeypatch.setattr(host, "cpu_flags", lambda: frozenset({"sse2", "avx2", "fma"}))
+    with pytest.raises(ValueError, match="this CPU has no avx512"):
+        host.HostBackend()
+    monkeypatch.delenv("BURSTMPI_ISA")
+    assert host.available() == ["avx2", "portable"]
+
+
+@needs_compiler
+def test_sixty_four_processes_and_one_compile(cache, source, tmp_path):
+    log = tmp_path / "log"
+    wrapper = tmp_path / "mycc"
+    wrapper.write_text(f'#!/bin/sh\necho run >> {log}\nsleep 1\nexec {compile.compiler()[0]} "$@"\n')
+    wrapper.chmod(0o755)
+    program = tmp_path / "one.py"
+    program.write_text(
+        "import importlib.util, pathlib, sys\n"
+        f"spec = importlib.util.spec_from_file_location('compile', {compile.__file__!r})\n"
+        "compile = importlib.util.module_from_spec(spec)\n"
+        "spec.loader.exec_module(compile)\n"
+        f"print(compile.load('answer', pathlib.Path({str(source)!r}), {FLAGS!r}).answer())\n"
+    )
+    environ = {**os.environ, "CC": str(wrapper)}
+    ranks = [subprocess.Popen([sys.executable, str(program)], env=environ, stdout=subprocess.PIPE) for _ in range(64)]
+    assert [rank.communicate(timeout=120)[0].strip() for rank in ranks] == [b"42"] * 64
+    assert log.read_text().split() == ["run"]
+    assert len(list(cache.glob("*.so"))) == 1
+
+
+SANITIZED = """
+import sys
+import numpy as np
+sys.path.insert(0, {here!r})
+import host_kit as kit
+from burstmpi.backends.host import HostBackend
+rng = np.random.default_rng(0)
+backend = HostBackend({isa!r}, threads=3, extra_flags={flags!r})
+cases = [(130, 201, 4, 2, 40, 24, dict(causal=True)), (1, 700, 2, 1, 3, 65, dict()), (97, 31, 2, 2, 64, 64, dict(window=(9, 4), softcap=5.0)),
+         (300, 300, 2, 2, 33, 1, dict(alibi_slopes=(0.5, 0.1), documents=(0, 150, 300)))]
+for dtype in {dtypes!r}:
+    for rows_q, rows_k, heads, kv_heads, d, dv, options in cases:
+        q, k, v, dout = kit.arrays(rng, 1, rows_q, rows_k, heads, kv_heads, d, dv, dtype)
+        k[:, 3] = np.nan
+        cuts = (rows_k // 2,)
+        out, lse = kit.forward(backend, q, k, v, cuts=cuts, **options)
+        kit.backward(backend, dout, q, k, v, out, lse, cuts=cuts, **options)
+print("finished")
+"""
+
+
+@needs_compiler
+@pytest.mark.parametrize("isa", list(host.ISAS))
+def test_sanitizers_report_nothing(isa, tmp_path):
+    if host.missing(isa):
+        pytest.skip(f"this CPU has no {', '.join(host.missing(isa))}")
+    found = subprocess.run([*compile.compiler(), "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
+    if not os.path.isabs(found):
+        pytest.skip("this compiler has no libasan")
+    flags = ("-fsanitize=address,undefined", "-fno-sanitize=alignment", "-fno-sanitize-recover=undefined", "-O1", "-g")
+    dtypes = ["bfloat16", "float32"] if isa == "amx" else ["float32", "float16", "float64"]
+    program = tmp_path / "sanitized.py"
+    program.write_text(SANITIZED.format(here=str(HERE), isa=isa, flags=flags, dtypes=dtypes))
+    environ = {
+        **os.environ, "BURSTMPI_CACHE": str(tmp_path / "cache"), "LD_PRELOAD": found,
+        "ASAN_OPTIONS": "detect_leaks=0", "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONMALLOC": "malloc",
+    }  # fmt: skip
+    done = subprocess.run([sys.executable, str(program)], env=environ, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0 and done.stdout == "finished\n", done.stderr[-3000:]
+
+
+def test_the_struct_is_that_of_the_header():
+    """Field by field, in the order of abi.h."""
+    import re
+
+    text = (host._sources() / "abi.h").read_text()
+    body = re.sub(r"/\*.*?\*/", "", text[text.index("typedef struct {\n    burst_array q") :], flags=re.S)
+    names = []
+    for line in body[body.index("{") + 1 : body.index("} burst_block")].split(";"):
+        line = re.sub(r"\(\*(\w+)\)\(void\)", r"\1", line.strip())
+        line = re.sub(r"^(const )?\w+ ", "", line)
+        names += [name.strip(" *") for name in line.split(",") if name.strip()]
+    assert names == [name for name, _ in host._Block._fields_]
+
+
+def test_nothing_is_computed_from_empty_blocks():
+    backend = host.HostBackend(threads=1)
+    from host_kit import Work
+    from burstmpi.rules import Rules, Sight
+
+    empty = np.zeros(0, np.int32)
+    work = Work(Sight(empty, empty, empty, np.arange(5, dtype=np.int32)), Rules().scores(4), np.zeros(0, np.uint8))
+    q, k = np.zeros((1, 0, 2, 4), np.float32), np.ones((1, 5, 2, 4), np.float32)
+    lse = np.zeros((1, 2, 0), np.float32)
+    backend.attend(q, k, k, q.copy(), lse, work, first=True)
+    dk = np.full(k.shape, np.nan, np.float32)
+    backend.attend_backward(q, q, k, k, lse, lse, q.copy(), dk, dk, work, fresh_q=True, fresh_kv=True)
+    assert (dk == 0).all()
+    q, k = np.ones((1, 3, 2, 4), np.float32), np.zeros((1, 0, 2, 4), np.float32)
+    rows = np.zeros(3, np.int32)
+    work = Work(Sight(rows, rows, rows, empty), Rules().scores(4), np.zeros(0, np.uint8))
+    out, lse = np.full(q.shape, np.nan, np.float32), np.full((1, 2, 3), np.nan, np.float32)
+    final = np.full(q.shape, np.nan, np.float32)
+    backend.attend(q, k, k, out, lse, work, first=True, final=final)
+    assert (final == 0).all() and np.isneginf(lse).all()

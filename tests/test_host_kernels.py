@@ -1,0 +1,179 @@
+"""The compiled kernels against the float64 reference: every instruction set, type, rule, shape and stride."""
+
+from __future__ import annotations
+
+import host_kit as kit
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from burstmpi.backends.host import ISAS, HostBackend, missing
+
+RULES = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"window": (37, 5)},
+    "causal window": {"causal": True, "window": (50, 0)},
+    "documents": {"documents": (0, 3, 90, 131, 201)},
+    "softcap": {"softcap": 5.0, "causal": True},
+    "alibi": {"alibi_slopes": (0.3, 0.02, 0.7, 0.1)},
+    "all": {"causal": True, "window": (70, 0), "documents": (0, 100, 201), "softcap": 7.0, "alibi_slopes": (0.5, 0.25, 0.1, 0.0)},
+    "scale": {"scale": 0.31},
+}
+
+
+@pytest.fixture(scope="module", params=list(ISAS))
+def backend(request):
+    lacks = missing(request.param)
+    if lacks:
+        pytest.skip(f"this CPU has no {', '.join(lacks)}")
+    return HostBackend(request.param, threads=1)
+
+
+def run(backend, dout, q, k, v, dtype, factor=2.0, cuts=(), **options):
+    """Forward and backward against the oracle; returns what came out."""
+    true = kit.exact(dout, q, k, v, **options)
+    same = kit.naive(dout, q, k, v, narrow=backend.isa == "amx" and dtype == "bfloat16", **options)
+    out, lse = kit.forward(backend, q, k, v, cuts=cuts, **options)
+    size = kit.rms(true[1])
+    kit.check("out", out, true[0], same[0], dtype, factor, size)
+    kit.check("lse", lse, true[1], same[1], "float64" if dtype == "float64" else "float32", factor)
+    grads = kit.backward(backend, dout, q, k, v, out, lse, cuts=cuts, **options)
+    for name, got, want, near, floor in zip(("dq", "dk", "dv"), grads, true[2:], same[2:5], (*same[5], 0.0)):
+        kit.check(name, got, want, near, dtype, factor, size, floor)
+    return out, lse, *grads
+
+
+@pytest.mark.parametrize("dtype", list(kit.DTYPES))
+@pytest.mark.parametrize("rule", list(RULES))
+def test_rules_and_types(backend, rule, dtype):
+    rng = np.random.default_rng(hash((rule, dtype)) & 0xFFFF)
+    q, k, v, dout = kit.arrays(rng, 2, 201, 201, 4, 2, 40, 24, dtype)
+    run(backend, dout, q, k, v, dtype, **RULES[rule])
+    run(backend, dout, q, k, v, dtype, cuts=(64, 65, 150), **RULES[rule])
+
+
+@pytest.mark.parametrize("d, dv", [(1, 1), (3, 17), (16, 8), (64, 64), (72, 80), (96, 96), (128, 128), (100, 512), (512, 33)])
+def test_head_dims(backend, d, dv):
+    rng = np.random.default_rng(d * 1000 + dv)
+    q, k, v, dout = kit.arrays(rng, 1, 61, 150, 2, 1, d, dv, "float32")
+    run(backend, dout, q, k, v, "float32", causal=True)
+
+
+@pytest.mark.parametrize("rows_q, rows_k", [(1, 1), (1, 700), (700, 1), (7, 300), (300, 7), (49, 97), (385, 193), (500, 500)])
+def test_lengths_and_cross_attention(backend, rows_q, rows_k):
+    rng = np.random.default_rng(rows_q * 1000 + rows_k)
+    for dtype in ("float32", "float64"):
+        q, k, v, dout = kit.arrays(rng, 1, rows_q, rows_k, 2, 2, 20, 12, dtype)
+        run(backend, dout, q, k, v, dtype)
+        run(backend, dout, q, k, v, dtype, causal=True)  # rows_q > rows_k: early rows see nothing
+
+
+@pytest.mark.parametrize("gain", [1, 8, 40, 200])
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+def test_large_logits(backend, gain, dtype):
+    rng = np.random.default_rng(gain)
+    q, k, v, dout = kit.arrays(rng, 1, 300, 400, 2, 2, 64, 64, dtype, gain)
+    run(backend, dout, q, k, v, dtype)
+    run(backend, dout, q, k, v, dtype, causal=True, cuts=(130,))
+
+
+def test_scores_that_grow_without_end(backend):
+    """Each tile's scores are far above those of the tile before, then far below: every m is wrong once."""
+    rng = np.random.default_rng(5)
+    q, k, v, dout = kit.arrays(rng, 1, 60, 900, 1, 1, 8, 8, "float32")
+    q[..., 0] = 1
+    for ramp in (np.arange(900.0) * 3, np.arange(900.0)[::-1] * 3, np.abs(np.arange(900.0) - 450) * 5):
+        k[..., 0] = ramp[None, :, None]
+        run(backend, dout, q, k, v, "float32", scale=1.0)
+        run(backend, dout, q, k, v, "float32", scale=1.0, cuts=(100, 500))
+
+
+def strided(x, rng):
+    """The same values behind awkward strides."""
+    axes = rng.permutation(4)
+    big = np.full(tuple(2 * x.shape[a] + 1 for a in axes), np.nan).astype(x.dtype)
+    view = big[tuple(slice(1, None, 2) if rng.integers(2) else slice(2 * x.shape[a], 0, -2) for a in axes)]
+    view = view.transpose(np.argsort(axes))
+    view[...] = x
+    return view
+
+
+@pytest.mark.parametrize("dtype", list(kit.DTYPES))
+def test_strides_change_no_bit(backend, dtype):
+    rng = np.random.default_rng(9)
+    plain = kit.arrays(rng, 2, 70, 130, 4, 2, 18, 10, dtype)
+    odd = [strided(x, rng) for x in plain]
+    assert all((a == b).all() for a, b in zip(plain, odd))
+    q, k, v, dout = plain
+    want = kit.forward(backend, q, k, v, causal=True)
+    got = kit.forward(backend, *odd[:3], causal=True)
+    assert all((a == b).all() for a, b in zip(want, got))
+    want_g = kit.backward(backend, dout, q, k, v, *want, causal=True)
+    got_g = kit.backward(backend, odd[3], *odd[:3], strided(want[0], rng), want[1], causal=True)
+    assert all((a == b).all() for a, b in zip(want_g, got_g))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("options", [{"causal": True}, {"window": (9, 3)}, {"documents": (0, 20, 77, 160)}, {}], ids=str)
+def test_nan_and_infinities_stay_with_the_rows_that_see_them(backend, kind, options, dtype):
+    from burstmpi.backends import reference
+    from burstmpi.rules import Rules
+
+    rng = np.random.default_rng(3)
+    clean = kit.arrays(rng, 1, 160, 160, 2, 2, 12, 12, dtype)
+    mask, _ = reference.visible(Rules(**options), 160, 160)
+    # Tiles with a NaN are summed in another order, so not every bit is the same; a NaN is near to nothing.
+    loose = 1e-4 if dtype == "float32" else 2e-2
+    near = lambda a, b: np.allclose(a.astype(float), b.astype(float), rtol=loose, atol=loose / 10)  # noqa: E731
+    before = kit.forward(backend, *clean[:3], **options)
+    grads = kit.backward(backend, clean[3], *clean[:3], *before, **options)
+    for which in ("k", "v", "q"):
+        q, k, v, dout = (x.copy() for x in clean)
+        at = 75
+        {"q": q, "k": k, "v": v}[which][:, at, :, 3] = kind
+        touched = mask[at] if which == "q" else mask[:, at]
+        rows = np.arange(160) == at if which == "q" else touched
+        out, lse = kit.forward(backend, q, k, v, **options)
+        assert near(out[:, ~rows], before[0][:, ~rows]) and near(lse[:, :, ~rows], before[1][:, :, ~rows])
+        if np.isnan(kind):
+            bad = out[:, rows, :, 3] if which == "v" else out[:, rows]
+            assert np.isnan(bad.astype(float)).all()
+        dq, dk, dv = kit.backward(backend, dout, q, k, v, out, lse, **options)
+        assert near(dq[:, ~rows], grads[0][:, ~rows])
+        keys = ~mask[rows].any(axis=0) if rows.any() else np.ones(160, bool)  # keys that no touched row sees
+        assert near(dk[:, keys], grads[1][:, keys]) and near(dv[:, keys], grads[2][:, keys])
+
+
+def test_state_goes_through_rows_that_see_nothing_yet(backend):
+    rng = np.random.default_rng(8)
+    q, k, v, dout = kit.arrays(rng, 1, 100, 300, 1, 1, 16, 16, "float32")
+    run(backend, dout, q, k, v, "float32", causal=True, window=(30, 0), cuts=(10, 150, 250))
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(data=st.data())
+def test_anything(backend, data):
+    draw = data.draw
+    dtype = draw(st.sampled_from(list(kit.DTYPES)))
+    kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    rows_q, rows_k = draw(st.integers(1, 220)), draw(st.integers(1, 420))
+    d, dv = draw(st.integers(1, 70)), draw(st.integers(1, 70))
+    options = {"causal": draw(st.booleans())}
+    if draw(st.booleans()):
+        sides = st.one_of(st.none(), st.integers(0, 150))
+        options["window"] = (draw(sides), draw(sides))
+    if draw(st.booleans()):
+        options["softcap"] = draw(st.floats(0.5, 50))
+    if draw(st.booleans()):
+        options["alibi_slopes"] = tuple(draw(st.lists(st.floats(0, 1), min_size=kv_heads * group, max_size=kv_heads * group)))
+    if draw(st.booleans()):
+        inner_q, inner_k = (sorted(draw(st.lists(st.integers(0, n), min_size=2, max_size=2))) for n in (rows_q, rows_k))
+        options["documents"] = ((0, *inner_q, rows_q), (0, *inner_k, rows_k))
+    cuts = sorted(set(draw(st.lists(st.integers(1, max(1, rows_k - 1)), max_size=3)))) if rows_k > 1 else []
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    q, k, v, dout = kit.arrays(rng, 1, rows_q, rows_k, kv_heads * group, kv_heads, d, dv, dtype, draw(st.sampled_from([1, 6, 30])))
+    # Few numbers make a noisy estimate of the naive error: a wider factor than elsewhere.
+    run(backend, dout, q, k, v, dtype, factor=6.0, cuts=cuts, **options)
