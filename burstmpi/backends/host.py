@@ -232,10 +232,11 @@ class HostBackend(NumpyBackend):
         _sizes(block, dims)
         return max(library.scratch_bytes(block, backward) for library in self._of(dims.dtype))
 
-    def tile_count(self, dims: Dims, rows_q: int, rows_k: int) -> int:
+    def tile_count(self, dims: Dims, positions_q, positions_k) -> int:
         """Pairs of a panel of queries and a tile of keys, over batch and heads."""
         library = self._of(dims.dtype)[0]
-        return dims.batch * dims.heads * -(-rows_q // library.tile_rows) * -(-rows_k // library.tile_keys)
+        panels, tiles = -(-len(positions_q) // library.tile_rows), -(-len(positions_k) // library.tile_keys)
+        return dims.batch * dims.heads * panels * tiles
 
     # ------------------------------------------------------------ verbs
 
