@@ -143,6 +143,18 @@ def test_shapes_may_change_from_call_to_call(comm):
             check(run(attn, p), truth(p, {"causal": True}))
 
 
+def test_cuts_may_change_on_some_ranks_only(comm):
+    """A rank that holds as many rows as before must not take its old plan where another rank holds more."""
+    with BurstAttention(comm, layout="contiguous", causal=True, deadline=20) as attn:
+        for last in (4, 6, 4, 0, 6):
+            rows = [4] * (comm.size - 1) + [last]
+            start, stop = sum(rows[: comm.rank]), sum(rows[: comm.rank + 1])
+            p = problem(sum(rows))
+            q, k, v, dout = (x[:, start:stop] for x in (p.q, p.k, p.v, p.dout))
+            out, lse = attn.forward(q, k, v)
+            check(collect(attn, out, lse, *attn.backward(dout, q, k, v, out, lse)), truth(p, {"causal": True}))
+
+
 @pytest.mark.parametrize("backward", ["q", "kv"])
 def test_finite_differences(comm, backward):
     """The loss sum(out * dout) along a random direction, through the ring."""
