@@ -154,9 +154,9 @@ def test_large_messages_go_in_chunks(comm, monkeypatch):
 @pytest.mark.large
 @pytest.mark.mpi(ranks=2)
 def test_messages_above_two_gibibytes(comm):
-    """One parcel of 2.25 GiB each way: 9 GiB of buffers in all."""
-    rows, heads, d = 4608, 1024, 64  # k: 1.125 GiB in float32
-    ones = np.ones((1, rows, heads, d), np.float32)
+    """A parcel of 2.25 GiB: with its buffers 16 GB on two ranks."""
+    batch, rows, heads, d = 36, 128, 1024, 64  # k: 1.125 GiB in float32
+    ones = np.ones((batch, rows, heads, d), np.float32)
     with BurstAttention(comm, layout="contiguous", window=(0, 1)) as attn:
         out, lse = attn.forward(ones * (comm.rank + 1), ones, ones)
         assert comm.rank == 0 or attn.stats.bytes_sent == 2 * ones.nbytes > 2**31
