@@ -83,6 +83,9 @@ class BurstAttention:
         On every rank alike: an option that is wrong on one rank, or that differs between ranks.
     RuntimeError
         The launcher started many worlds of one rank.
+    DeadlineError
+        Some rank made no BurstAttention in time.  ``comm`` is then one collective call out of step between the ranks;
+        as with any MPI call that only some ranks make, nothing more can be done with it.
 
     Notes
     -----
@@ -201,7 +204,7 @@ class BurstAttention:
         This rank's rows, a new C-contiguous array
         """
         ring = self._start("shard")
-        common = {"call": "shard", "side": side, "axis": axis, "root": root}
+        common = {"call": "shard", "side": side, "axis": checks.plain(axis), "root": checks.plain(root)}
         with self._guard(TypeError, ValueError):
             return shard_rows(ring, lambda: self._side(side), x, axis, root, common)
 
@@ -215,7 +218,7 @@ class BurstAttention:
         root : the rank that gets the array (others get None), or None: all get it
         """
         ring = self._start("gather")
-        common = {"call": "gather", "side": side, "axis": axis, "root": root}
+        common = {"call": "gather", "side": side, "axis": checks.plain(axis), "root": checks.plain(root)}
         with self._guard(TypeError, ValueError):
             return gather_rows(ring, lambda: self._side(side), x, axis, root, common)
 
@@ -413,7 +416,9 @@ class BurstAttention:
             common |= dims.describe()
         except Exception as error:
             problem = error
-        plan = self._plans.get(key)
+        plan = self._plans.pop(key, None)
+        if plan is not None:
+            self._plans[key] = plan  # the last one used is the last one dropped
         fits = plan is not None and self._fits(plan.nbytes(call))
         with self._guard():
             known, ready = ring.agreed(common, plan.number if plan else 0, fits, problem is None)

@@ -233,6 +233,11 @@ def length(value) -> int:
     return int(value)
 
 
+def plain(value):
+    """A whole number of NumPy as Python's, so that both compare and print alike; all else as it is."""
+    return int(value) if isinstance(value, np.integer) else value
+
+
 def root(value, size) -> None:
     """A rank, or None."""
     if value is None:

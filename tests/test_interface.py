@@ -112,6 +112,24 @@ def test_rows_that_see_nothing(comm):
     check(got, truth(p, {"causal": True}))
 
 
+def test_more_shapes_than_plans_are_kept(comm):
+    from burstmpi import attention
+
+    with BurstAttention(comm, layout="contiguous", causal=True) as attn:
+        for _ in range(2):
+            for rows in range(1, attention.PLANS + 3):
+                q = np.ones((1, rows, 1, 2))
+                out, _ = attn.forward(q, q, q)
+                np.testing.assert_allclose(out, 1)
+        assert len(attn._plans) == attention.PLANS
+
+
+def test_whole_numbers_of_numpy(comm):
+    with BurstAttention(comm) as attn:
+        mine = attn.shard(np.zeros((1, 5)), axis=np.int64(1) if comm.rank == 0 else 1)
+        assert attn.gather(mine, root=np.int32(0) if comm.rank == 0 else 0) is None or comm.rank == 0
+
+
 def test_stats(comm):
     p = problem(64, dtype="float32")
     with BurstAttention(comm, causal=True, layout="contiguous", backward="kv") as attn:

@@ -88,6 +88,45 @@ def test_backward_takes_the_way_with_fewer_bytes(comm, dtype, heads, kv_heads, e
     assert sent["auto"] == min(sent["q"], sent["kv"]) == sent[expected]
 
 
+@pytest.mark.mpi(ranks=2)
+def test_of_two_equal_ways_backward_takes_the_papers(comm):
+    """Head dim 2: 3·2 + 2 elements of a row against 4·2."""
+    p = problem(64, batch=2, heads=4, kv_heads=4, d=2, dv=2, dtype="float32")
+    sent = {}
+    for way in ("q", "kv", "auto"):
+        with BurstAttention(comm, backward=way) as attn:
+            run(attn, p)
+            sent[way] = attn.stats
+    assert sent["q"].bytes_sent == sent["kv"].bytes_sent > 0 and sent["auto"].travels == "q"
+
+
+@pytest.mark.mpi(ranks=2)
+def test_mpi_gets_its_progress_between_tiles(comm, monkeypatch):
+    """While a block is computed, the requests of the step are tested again and again."""
+    from burstmpi import ring
+
+    tested = []
+
+    class Request(ring.MPI.Request):
+        @classmethod
+        def Testall(cls, requests, *args):
+            tested.append(len(requests))
+            return ring_request.Testall(requests, *args)
+
+    ring_request = ring.MPI.Request
+    monkeypatch.setattr(ring.MPI, "Request", Request)
+    p = problem(64, dtype="float32")
+    with BurstAttention(comm, backend="numpy") as attn:
+        q, k, v, _ = shards(attn, p)
+        attn.forward(q, k, v)
+        monkeypatch.setattr("burstmpi.backends.numpy.KEYS", 4)
+        monkeypatch.setattr(attn._ring, "_wait", lambda pending: [p.request.Wait() for p in pending])
+        tested.clear()
+        attn.forward(q, k, v)  # the plan, and with it the room for tiles, is that of larger tiles
+        tiles = attn.stats.tiles
+    assert tiles > 16 and sum(n == 2 for n in tested) >= 8  # one receive and one send, in every tile of step 0
+
+
 @pytest.mark.mpi(ranks=4)
 def test_blocks_that_nobody_needs_are_not_sent(comm):
     window = [f.messages for f, _ in traffic(comm, layout="contiguous", causal=True, window=(3, None))]
@@ -115,9 +154,9 @@ def test_large_messages_go_in_chunks(comm, monkeypatch):
 @pytest.mark.large
 @pytest.mark.mpi(ranks=2)
 def test_messages_above_two_gibibytes(comm):
-    """One parcel of 2.25 GiB each way: 9 GiB of buffers in all."""
-    rows, heads, d = 4608, 1024, 64  # k: 1.125 GiB in float32
-    ones = np.ones((1, rows, heads, d), np.float32)
+    """A parcel of 2.25 GiB: with its buffers 16 GB on two ranks."""
+    batch, rows, heads, d = 36, 128, 1024, 64  # k: 1.125 GiB in float32
+    ones = np.ones((batch, rows, heads, d), np.float32)
     with BurstAttention(comm, layout="contiguous", window=(0, 1)) as attn:
         out, lse = attn.forward(ones * (comm.rank + 1), ones, ones)
         assert comm.rank == 0 or attn.stats.bytes_sent == 2 * ones.nbytes > 2**31
