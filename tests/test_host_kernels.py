@@ -38,7 +38,8 @@ def run(backend, dout, q, k, v, dtype, factor=2.0, cuts=(), **options):
     out, lse = kit.forward(backend, q, k, v, cuts=cuts, **options)
     size = kit.rms(true[1])
     kit.check("out", out, true[0], same[0], dtype, factor, size)
-    kit.check("lse", lse, true[1], same[1], "float64" if dtype == "float64" else "float32", factor)
+    # ln of a sum that was rounded once: an absolute error, however small lse is
+    kit.check("lse", lse, true[1], same[1], "float64" if dtype == "float64" else "float32", factor, floor=np.finfo(lse.dtype).eps)
     grads = kit.backward(backend, dout, q, k, v, out, lse, cuts=cuts, **options)
     for name, got, want, near, floor in zip(("dq", "dk", "dv"), grads, true[2:], same[2:5], (*same[5], 0.0)):
         kit.check(name, got, want, near, dtype, factor, size, floor)

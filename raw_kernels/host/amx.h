@@ -24,6 +24,10 @@
 
 typedef uint16_t bf16;
 
+/* Q carries the scale where that rounds to float32; bfloat16 stays as it is, and its scores are multiplied. */
+#define QUERY_FACTOR(b) (PIECES == 1 ? 1 : factor_of(b))
+#define SCORE_FACTOR(b) (PIECES == 1 ? factor_of(b) : 1)
+
 #ifndef BURST_PIECES
 #define BURST_PIECES 1
 #endif
@@ -145,8 +149,8 @@ NOINLINE void amx_add_rows(rows_of p, pairs_of x, float *g, int64_t keys, int64_
 INLINE vec leading(vec x) { return (vec)(((ivec)x + 0x8000) & (INT)0xffff0000); }
 
 #if PIECES == 3
-/* One row of the caller's float32 in three planes, zeros up to `padded`. */
-INLINE int copy_row(const char *src, int64_t step, int64_t n, int64_t padded, bf16 *dst, int64_t plane)
+/* One row of the caller's float32, times a factor, in three planes, zeros up to `padded`. */
+INLINE int copy_row(const char *src, int64_t step, int64_t n, int64_t padded, bf16 *dst, int64_t plane, float factor)
 {
     for (int64_t c = 0; c < padded; c += LANES) {
         vec x = zero();
@@ -154,6 +158,7 @@ INLINE int copy_row(const char *src, int64_t step, int64_t n, int64_t padded, bf
             x = loadu((const float *)(src + 4 * c));
         else
             for (int64_t i = c; i < MIN(n, c + LANES); i++) x[i - c] = *(const float *)(src + i * step);
+        x *= factor;
         for (int piece = 0; piece < PIECES; piece++) {
             const vec head = leading(x);
             _mm256_storeu_si256((__m256i *)(dst + piece * plane + c),
@@ -165,10 +170,10 @@ INLINE int copy_row(const char *src, int64_t step, int64_t n, int64_t padded, bf
 }
 #else
 /* One row of the caller's, zeros up to `padded`; returns whether an infinity or a NaN is in it. */
-INLINE int copy_row(const char *src, int64_t step, int64_t n, int64_t padded, bf16 *dst, int64_t plane)
+INLINE int copy_row(const char *src, int64_t step, int64_t n, int64_t padded, bf16 *dst, int64_t plane, float factor)
 {
     int wild = 0;
-    (void)plane;
+    (void)plane, (void)factor;
     if (step == 2)
         memcpy(dst, src, (size_t)n * 2);
     else
@@ -265,8 +270,8 @@ NOINLINE void load_bf16_tile(bf16_tile *t, const call *c, int64_t batch, int64_t
     const int64_t keys = t->at.blocks * KR;
     for (int64_t i = 0; i < t->at.live; i++) {
         const char *k = row_at(&b->k, batch, t->at.first + i, head), *v = row_at(&b->v, batch, t->at.first + i, head);
-        t->at.wild_k |= copy_row(k, b->k.step[3], b->d, depth, t->k + i * t->ld_k, t->plane_k);
-        t->at.wild_v |= copy_row(v, b->v.step[3], b->dim_v, width, t->v + i * t->ld_v, t->plane_v);
+        t->at.wild_k |= copy_row(k, b->k.step[3], b->d, depth, t->k + i * t->ld_k, t->plane_k, 1);
+        t->at.wild_v |= copy_row(v, b->v.step[3], b->dim_v, width, t->v + i * t->ld_v, t->plane_v, 1);
     }
     for (int piece = 0; piece < PIECES; piece++) {
         bf16 *k = t->k + piece * t->plane_k, *v = t->v + piece * t->plane_v, *turned = t->turned + piece * t->plane_turned;
@@ -282,13 +287,13 @@ NOINLINE void load_bf16_tile(bf16_tile *t, const call *c, int64_t batch, int64_t
 }
 
 /* Rows of Q or dO, [NR, ld] in planes, then as pairs of columns and, where wanted, as pairs of rows. */
-NOINLINE int load_factor(const burst_array *x, int64_t batch, int64_t head, int64_t row, int count, int64_t n, bf16 *rows,
-                         int64_t ld, uint32_t *columns, uint32_t *rows_paired)
+NOINLINE int load_factor(const burst_array *x, int64_t batch, int64_t head, int64_t row, int count, int64_t n, float factor,
+                         bf16 *rows, int64_t ld, uint32_t *columns, uint32_t *rows_paired)
 {
     const int64_t padded = ROUND_UP(n, STEP), plane = NR * ld;
     int wild = 0;
     for (int i = 0; i < count; i++)
-        wild |= copy_row(row_at(x, batch, row + i, head), x->step[3], n, padded, rows + i * ld, plane);
+        wild |= copy_row(row_at(x, batch, row + i, head), x->step[3], n, padded, rows + i * ld, plane, factor);
     for (int piece = 0; piece < PIECES; piece++) {
         for (int i = count; i < NR; i++) memset(rows + piece * plane + i * ld, 0, (size_t)padded * 2);
         pair_columns(rows + piece * plane, ld, padded, columns + piece * (padded / 2 * NR));

@@ -71,7 +71,7 @@ NOINLINE void weigh_again(const backward_room *w, float factor, const gradient_p
             vec pv[2][2], dsv[2][2];
             UNROLL for (int r = 0; r < 2; r++) UNROLL for (int h = 0; h < 2; h++) {
                 const int at = (i + r) * NR + (j + h) * LANES;
-                pv[r][h] = exp2_vec(load(w->s + at) * factor - lse[h] - low[h]);
+                pv[r][h] = exp2_vec(fused(load(w->s + at), factor, lse[h]) - low[h]);
                 dsv[r][h] = pv[r][h] * (load(w->dp + at) - delta[h]);
             }
             put_weights(w, start, i, j, pv, dsv);
@@ -86,7 +86,7 @@ NOINLINE void weigh_any(backward_room *w, const gradient_panel *q, int64_t block
     for (int i = 0; i < KR; i++)
         for (int j = 0; j < VR; j++) {
             const int at = i * NR + j * LANES;
-            const vec x = exp2_vec(load(w->s + at) - load(q->lse + j * LANES) - load(q->lse_low + j * LANES));
+            const vec x = exp2_vec(fused(load(w->s + at), LOG2E, load(q->lse + j * LANES)) - load(q->lse_low + j * LANES));
             vec y = x * (load(w->dp + at) - load(q->delta + j * LANES));
             if (w->how.softcap != 0) y *= load(w->slopes + at);
             store(w->s + at, x);
@@ -146,7 +146,7 @@ NOINLINE int backward_tile(gradient_panel *p, backward_room *w, const call *c, i
         amx_scores(values_of(t, block), columns_of(p->dout, b->dim_v), w->width, w->dp);
         if (plain && !cut) {
             amx_scores(keys_of(t, block), columns_of(p->query, b->d), w->depth, w->s);
-            weigh_again(w, factor_of(b), p, at);
+            weigh_again(w, SCORE_FACTOR(b) * LOG2E, p, at);
         } else {
             score_any(t, block, &p->q, p->query, b, &w->how, w->s, capped ? w->slopes : NULL);
             weigh_any(w, p, block, cut, at);
@@ -173,6 +173,7 @@ static void backward_worker(call *c, int thread, arena scratch)
     w.how = bend_of(b);
     shape_tiles();
     const int64_t share = b->heads / b->kv_heads;
+    const float scale_k = (float)b->scale / QUERY_FACTOR(b); /* Q brings the rest */
     int64_t computed = 0, t;
     while ((t = atomic_fetch_add(&c->next, 1)) < c->tasks && carry_on(c, thread)) {
         int64_t batch, head, group;
@@ -181,8 +182,9 @@ static void backward_worker(call *c, int thread, arena scratch)
         for (int64_t i = 0; i < n; i++) {
             gradient_panel *p = &w.panels[i];
             open_gradient(p, c, batch, head, first + i);
-            p->wild |= load_factor(&b->q, batch, head, p->row, p->count, b->d, (bf16 *)w.rows, w.ld, p->query, p->query_rows);
-            p->wild |= load_factor(&b->dout, batch, head, p->row, p->count, b->dim_v, (bf16 *)w.rows, w.ld, p->dout,
+            p->wild |= load_factor(&b->q, batch, head, p->row, p->count, b->d, QUERY_FACTOR(b), (bf16 *)w.rows, w.ld, p->query,
+                                   p->query_rows);
+            p->wild |= load_factor(&b->dout, batch, head, p->row, p->count, b->dim_v, 1, (bf16 *)w.rows, w.ld, p->dout,
                                    p->dout_rows);
         }
         for (int64_t index = 0; index < c->tiles; index++) {
@@ -201,7 +203,7 @@ static void backward_worker(call *c, int thread, arena scratch)
             if (!wait_for_turn(c, thread, batch, head, group, index)) break;
             for (int64_t i = 0; i < w.tile.at.live; i++) {
                 const int64_t row = w.tile.at.first + i;
-                add_row(row_at(&b->dk, batch, row, head / share), b->dk.step[3], b->d, w.dk + i * w.depth, (float)b->scale);
+                add_row(row_at(&b->dk, batch, row, head / share), b->dk.step[3], b->d, w.dk + i * w.depth, scale_k);
                 add_row(row_at(&b->dv, batch, row, head / share), b->dv.step[3], b->dim_v, w.dv + i * w.width, 1);
             }
             pass_turn(c, batch, head, index);

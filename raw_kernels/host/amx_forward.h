@@ -40,7 +40,7 @@ NOINLINE void open_panel(panel *p, forward_room *w, const call *c, int64_t batch
 {
     const burst_block *b = c->b;
     open_state(p, c, batch, head, index, w->rows, w->ld);
-    load_factor(&b->q, batch, head, p->row, p->count, b->d, (bf16 *)w->rows, w->ld, p->query, NULL);
+    load_factor(&b->q, batch, head, p->row, p->count, b->d, QUERY_FACTOR(b), (bf16 *)w->rows, w->ld, p->query, NULL);
 }
 
 INLINE pairs_of columns_of(const void *panel, int64_t n)
@@ -57,8 +57,8 @@ NOINLINE void weigh(const float *s, int64_t keys, float factor, const float *ref
         const vec m = load(ref + j * LANES);
         vec even = zero(), odd = zero();
         for (int64_t i = 0; i < keys; i += 2) {
-            const vec a = exp2_vec(load(s + i * NR + j * LANES) * factor - m);
-            const vec b = exp2_vec(load(s + (i + 1) * NR + j * LANES) * factor - m);
+            const vec a = exp2_vec(fused(load(s + i * NR + j * LANES), factor, m));
+            const vec b = exp2_vec(fused(load(s + (i + 1) * NR + j * LANES), factor, m));
             even += a;
             odd += b;
             put_pair(pairs + i / 2 * NR + j * LANES, plane, a, b);
@@ -67,12 +67,12 @@ NOINLINE void weigh(const float *s, int64_t keys, float factor, const float *ref
     }
 }
 
-/* Scores of a block, bent and masked, in units of log2. */
+/* Scores of a block, bent and masked. */
 NOINLINE void score_any(const bf16_tile *t, int64_t block, const lanes *q, const void *query, const burst_block *b,
                         const bend *how, float *s, float *slopes)
 {
     amx_scores(keys_of(t, block), columns_of(query, b->d), ROUND_UP(b->d, STEP), s);
-    const float factor = factor_of(b);
+    const float factor = SCORE_FACTOR(b);
     for (int i = 0; i < KR * VR; i++) store(s + i * LANES, load(s + i * LANES) * factor);
     const int cut = block_sight(&t->at, q, block) != FULL;
     if (cut || how->softcap != 0 || how->alibi)
@@ -86,7 +86,7 @@ NOINLINE void tile_with_maximum(panel *p, forward_room *w, int64_t from, int64_t
         score_any(&w->tile, block, &p->q, p->query, b, &w->how, w->s + (block - from) * KR * NR, NULL);
     raise_maximum(p, w->s, keys, b->dim_v);
     UNROLL for (int j = 0; j < VR; j++) sum[j] = zero();
-    weigh(w->s, keys, 1, p->ref, w->p, w->plane, sum);
+    weigh(w->s, keys, LOG2E, p->ref, w->p, w->plane, sum);
 }
 
 /* Pair by pair: see scores.h. */
@@ -117,7 +117,7 @@ NOINLINE int forward_tile(panel *p, forward_room *w, const call *c, int64_t batc
     seen_blocks(&t->at, &p->q, &from, &to, &full);
     if (from == to) return 0;
     const int plain = w->how.softcap == 0 && !w->how.alibi;
-    const float factor = factor_of(b);
+    const float factor = SCORE_FACTOR(b) * LOG2E;
     vec sum[VR];
     UNROLL for (int j = 0; j < VR; j++) sum[j] = zero();
     if (p->unset && waits_for(p, &t->at)) {
@@ -130,7 +130,7 @@ NOINLINE int forward_tile(panel *p, forward_room *w, const call *c, int64_t batc
                 weigh(w->s, KR, factor, p->ref, pairs, w->plane, sum);
             } else {
                 score_any(t, block, &p->q, p->query, b, &w->how, w->s, NULL);
-                weigh(w->s, KR, 1, p->ref, pairs, w->plane, sum);
+                weigh(w->s, KR, LOG2E, p->ref, pairs, w->plane, sum);
             }
         }
         if (too_high(sum)) tile_with_maximum(p, w, from, to, b, sum);

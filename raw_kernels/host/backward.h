@@ -83,8 +83,8 @@ INLINE void weights_of(const REAL *s, const gradient_panel *q, REAL *p)
 {
     for (int i = 0; i < KR; i++)
         UNROLL for (int j = 0; j < VR; j++) {
-            const vec x = load(s + i * NR + j * LANES) - load(q->lse + j * LANES) - load(q->lse_low + j * LANES);
-            store(p + i * NR + j * LANES, exp2_vec(x));
+            const vec x = fused(load(s + i * NR + j * LANES), LOG2E, load(q->lse + j * LANES));
+            store(p + i * NR + j * LANES, exp2_vec(x - load(q->lse_low + j * LANES)));
         }
 }
 
@@ -95,7 +95,7 @@ NOINLINE void weigh_again(const REAL *k, int64_t ld, int64_t d, const gradient_p
     score_block(k, ld, q->query, d, s);
     UNROLL for (int j = 0; j < VR; j++) {
         const vec lse = load(q->lse + j * LANES), low = load(q->lse_low + j * LANES);
-        UNROLL for (int i = 0; i < KR; i++) store(p + i * NR + j * LANES, exp2_vec(s[i][j] - lse - low));
+        UNROLL for (int i = 0; i < KR; i++) store(p + i * NR + j * LANES, exp2_vec(fused(s[i][j], LOG2E, lse) - low));
     }
 }
 

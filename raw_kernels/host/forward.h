@@ -56,7 +56,7 @@ NOINLINE void weigh_full(const REAL *k, int64_t ld, const REAL *query, int64_t d
         const vec m = load(ref + j * LANES);
         vec total = sum[j];
         UNROLL for (int i = 0; i < KR; i++) {
-            const vec weight = exp2_vec(s[i][j] - m);
+            const vec weight = exp2_vec(fused(s[i][j], LOG2E, m));
             store(p + i * NR + j * LANES, weight);
             total += weight;
         }
@@ -81,7 +81,7 @@ NOINLINE void weigh_stored(REAL *p, int64_t keys, const REAL *ref, vec *sum)
     for (int j = 0; j < VR; j++) {
         const vec m = load(ref + j * LANES);
         for (int64_t i = 0; i < keys; i++) {
-            const vec weight = exp2_vec(load(p + i * NR + j * LANES) - m);
+            const vec weight = exp2_vec(fused(load(p + i * NR + j * LANES), LOG2E, m));
             store(p + i * NR + j * LANES, weight);
             sum[j] += weight;
         }

@@ -1,6 +1,8 @@
 /* Scores that are more than a product: softcap, ALiBi, and who sees whom (see ../scores.h for the definition).
  *
- * Everything is in units of log2: the panel of Q carries scale * log2(e), or scale / softcap where there is a cap.
+ * The panel of Q carries the scale (scale / softcap where there is a cap), so that a score is a sum with no factor.
+ * A weight is e^(s - m) = 2^(s log2(e) - m'), one FMA and one power of 2, with m' = m log2(e) rounded: that rounding
+ * is the row's, so that it falls out of out, and lse = (m' + log2 l) ln 2 gives back exactly the scores' own unit.
  */
 #ifndef BURST_HOST_SCORES_H
 #define BURST_HOST_SCORES_H
@@ -11,12 +13,12 @@
 typedef struct {
     INT *lo, *hi, *at;                       /* [NR] */
     INT lo_min, lo_max, hi_min, hi_max;      /* over the rows */
-    REAL slope;                              /* ALiBi, times log2(e) */
+    REAL slope;                              /* ALiBi */
     int idle;                                /* some lanes are */
 } lanes;
 
 typedef struct {
-    REAL softcap;  /* times log2(e); 0: none */
+    REAL softcap;  /* 0: none */
     int alibi;
 } bend;
 

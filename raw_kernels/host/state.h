@@ -21,7 +21,7 @@ typedef struct {
     void *query;    /* Q' as the kernel wants it: [d, NR] of REAL times its factor; see amx.h for bfloat16 */
     REAL *out;      /* [dv, NR] O', not yet divided by l */
     REAL *top, *l;  /* [NR] m, or -inf where the lane has seen no score above -inf; sum of P */
-    REAL *ref;      /* [NR] m, or 0 there */
+    REAL *ref;      /* [NR] m log2(e), or 0 there */
     int64_t row;    /* first row */
     int count;      /* rows */
     int unset;      /* some lane has no m yet */
@@ -52,10 +52,10 @@ NOINLINE void open_state(panel *p, const call *c, int64_t batch, int64_t head, i
         const REAL lse = i >= p->count ? 0 : b->first ? (REAL)-INFINITY : *entry_at(&b->lse, batch, head, p->row + i);
         const int none = lse == (REAL)-INFINITY;
         const double exact = (double)lse * LOG2E;
-        p->top[i] = (REAL)exact;
-        p->ref[i] = none ? 0 : p->top[i];
-        /* out stands for weight 2^exact; what rounding took from m goes into l */
-        p->l[i] = none ? 0 : isinf(exact) ? 1 : (REAL)exp2(exact - (double)p->top[i]);
+        p->top[i] = lse;
+        p->ref[i] = none ? 0 : (REAL)exact;
+        /* out stands for weight 2^exact; what rounding took from that goes into l */
+        p->l[i] = none ? 0 : isinf(exact) ? 1 : (REAL)exp2(exact - (double)p->ref[i]);
         p->unset |= none;
     }
     if (b->first) return;
@@ -89,10 +89,11 @@ NOINLINE void raise_maximum(panel *p, const REAL *s, int64_t keys, int64_t dv)
         const vec old = load(p->top + j * LANES);
         vec top = old;
         for (int64_t i = 0; i < keys; i++) top = larger(load(s + i * NR + j * LANES), top);
-        const ivec none = top == (REAL)-INFINITY;
-        const vec fade = pick(top == old, splat(1), exp2_vec(old - top));
+        const ivec none = top == (REAL)-INFINITY, nothing = old == (REAL)-INFINITY;
+        const vec ref = pick(none, splat(0), top * LOG2E);
+        const vec fade = pick(nothing | (top == old), splat(1), exp2_vec(load(p->ref + j * LANES) - ref));
         store(p->top + j * LANES, top);
-        store(p->ref + j * LANES, pick(none, splat(0), top));
+        store(p->ref + j * LANES, pick(top == old, load(p->ref + j * LANES), ref));
         store(p->l + j * LANES, load(p->l + j * LANES) * fade);
         for (int64_t c = 0; c < dv; c++) {
             REAL *o = p->out + c * NR + j * LANES;

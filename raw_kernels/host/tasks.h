@@ -229,17 +229,17 @@ INLINE void set_lanes(lanes *q, const burst_block *b, int64_t head, int64_t row,
         q->hi_max = MAX(q->hi_max, q->hi[i]);
     }
     q->idle = count < NR;
-    q->slope = b->slopes ? (REAL)(b->slopes[head] * LOG2E) : 0;
+    q->slope = b->slopes ? (REAL)b->slopes[head] : 0;
 }
 
 INLINE bend bend_of(const burst_block *b)
 {
-    return (bend){(REAL)(b->softcap * LOG2E), b->slopes != NULL};
+    return (bend){(REAL)b->softcap, b->slopes != NULL};
 }
 /* What Q is multiplied by while it is packed. */
 INLINE REAL factor_of(const burst_block *b)
 {
-    return (REAL)(b->softcap != 0 ? b->scale / b->softcap : b->scale * LOG2E);
+    return (REAL)(b->softcap != 0 ? b->scale / b->softcap : b->scale);
 }
 
 #endif

@@ -80,6 +80,33 @@ INLINE vec pick(ivec where, vec a, vec b) { return (vec)((where & (ivec)a) | (~w
 /* The larger; a NaN in a is passed over. */
 INLINE vec larger(vec a, vec b) { return pick(a > b, a, b); }
 
+/* a b - c, rounded once.  Contraction is the compiler's choice; where a b and c cancel it must not be. */
+INLINE vec fused(vec a, REAL b, vec c)
+{
+#if defined(BURST_AVX512) && defined(BURST_DOUBLE)
+    return (vec)_mm512_fmsub_pd((__m512d)a, _mm512_set1_pd(b), (__m512d)c);
+#elif defined(BURST_AVX512)
+    return (vec)_mm512_fmsub_ps((__m512)a, _mm512_set1_ps(b), (__m512)c);
+#elif defined(BURST_AVX2) && defined(BURST_DOUBLE)
+    return (vec)_mm256_fmsub_pd((__m256d)a, _mm256_set1_pd(b), (__m256d)c);
+#elif defined(BURST_AVX2)
+    return (vec)_mm256_fmsub_ps((__m256)a, _mm256_set1_ps(b), (__m256)c);
+#elif defined(__FP_FAST_FMA) && defined(__FP_FAST_FMAF)
+    vec r;
+    UNROLL for (int i = 0; i < LANES; i++)
+        r[i] = sizeof(REAL) == 8 ? (REAL)__builtin_fma(a[i], b, -c[i]) : (REAL)__builtin_fmaf((float)a[i], (float)b, (float)-c[i]);
+    return r;
+#else
+    /* The product's rounding error by halves of the factors (Dekker); huge a would overflow and needs no such care. */
+    const REAL half = sizeof(REAL) == 8 ? (REAL)134217729.0 : (REAL)4097.0;
+    const REAL b1 = b * half - (b * half - b), b0 = b - b1;
+    const vec product = a * b, t = a * half, a1 = t - (t - a), a0 = a - a1;
+    const vec error = ((a1 * b1 - product) + a1 * b0 + a0 * b1) + a0 * b0;
+    const ivec safe = (product < (REAL)1e30) & (product > (REAL)-1e30);
+    return (product - c) + (vec)((ivec)error & safe);
+#endif
+}
+
 INLINE int any(ivec where)
 {
     INT sum = 0;
@@ -163,7 +190,8 @@ INLINE vec exp2_vec(vec t)
 
 /* ---------------------------------------------------------------- tanh */
 
-#define LOG2E 1.44269504088896340736
+/* Rounded to REAL once and for all: what forward multiplies by, lse divides by and backward multiplies by again. */
+#define LOG2E ((REAL)1.44269504088896340736)
 
 /* Relative accuracy near 0, where cap * tanh(x / cap) is almost x: a polynomial there, 1 - 2/(e^{2x} + 1) elsewhere. */
 INLINE vec tanh_vec(vec x)
@@ -180,7 +208,7 @@ INLINE vec tanh_vec(vec x)
                   - 3.33332819422E-1f;
     const vec small = x + x * z * p;
 #endif
-    const vec large = 1 - 2 / (exp2_vec(size * (REAL)(2 * LOG2E)) + 1);
+    const vec large = 1 - 2 / (exp2_vec(size * (2 * LOG2E)) + 1);
     const vec signed_large = (vec)((ivec)large | ((ivec)x & sign));
     return pick(size < (REAL)0.625, small, pick(size > 20, (vec)((ivec)splat(1) | ((ivec)x & sign)), signed_large));
 }
