@@ -446,7 +446,11 @@ class Run:
         """Called by `.sync` instructions with a member mask (scalar or (lanes,)): all named lanes must be there."""
         bits = np.broadcast_to(mask, (self.total,))
         full = np.uint32(0xFFFFFFFF)
-        if g.full and (mask == full).all() or self.ready_pc == ins.pc:
+        if g.full and (mask == full).all():
+            return
+        if mask.ndim:
+            self._agree(g, ins, bits)
+        if self.ready_pc == ins.pc:
             return
         active = np.packbits(g.mask.reshape(-1, 32), axis=1, bitorder="little").view(np.uint32).ravel()
         here = active[self.lane_warp]
@@ -470,6 +474,26 @@ class Run:
                     lane,
                 )
             raise Incomplete
+
+    def _agree(self, g, ins, bits):
+        """Refuse lanes that name each other in different masks."""
+        rows, here = bits.reshape(-1, 32), g.mask.reshape(-1, 32)
+        lane = here.argmax(1)[:, None]
+        mixed = np.flatnonzero((here & (rows != np.take_along_axis(rows, lane, 1))).any(1))
+        if not len(mixed):
+            return
+        rows, here = rows[mixed], here[mixed]
+        named = (rows[:, :, None] >> np.arange(32, dtype=np.uint32)) & np.uint32(1) == 1  # [warp, lane, other]
+        differ = named & here[:, :, None] & here[:, None, :] & (rows[:, :, None] != rows[:, None, :])
+        if differ.any():
+            warp, lane, other = (int(i[0]) for i in np.nonzero(differ))
+            raise self.fault(
+                "missing lanes",
+                "%s: lane %d names lane %d in mask 0x%08x, which has mask 0x%08x"
+                % (ins.op, lane, other, rows[warp, lane], rows[warp, other]),
+                ins,
+                mixed[warp] * 32 + lane,
+            )
 
     def _gather(self, pc, g):
         """Merge `g` with the lanes that wait at `pc`; return the group of complete warps, or None."""
