@@ -280,7 +280,7 @@ def _wait(run, g, keep, ins):
         if run.machine.cp_async == "late":
             run.shared.view(size, unit)[index] = data
         if run.shadow is not None:
-            run.shadow.landed(run.lane_warp[lanes], index, size)
+            run.shadow.landed(run.lane_warp[lanes], index, size, lanes % 32)
     run.copies = left
 
 

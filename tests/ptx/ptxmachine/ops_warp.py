@@ -24,7 +24,7 @@ def warp_barrier(b, ins):
     def wait(g):
         run.members(g, ins, mask)
         if run.shadow is not None:
-            run.shadow.warp_barrier(g.active_warps())
+            run.shadow.warp_barrier(g.lanes, np.broadcast_to(mask, (b.total,))[g.lanes])
 
     return wait
 
