@@ -27,6 +27,8 @@ from .parser import PtxError, parse
 from .program import Program, allocate_registers, is_terminator
 from .sanitizer import GlobalOwners, SharedShadow
 
+PATIENCE = 4096  # stretches of code after which a group that is ready gets its turn
+
 
 class Group:
     """Lanes that run together.  `where` is the NumPy mask argument: True if all lanes are in."""
@@ -343,13 +345,17 @@ class Run:
         self.steps, self.ready_pc, self.serial = 0, -1, self.serial + 1
 
     def execute(self):
-        self.groups = {0: self.exists.copy()}
+        self.groups, turn = {0: self.exists.copy()}, 0
         while True:
             if not self.groups:
                 if self.waiting or any(b.mask.any() for b in self.barriers.values()):
                     raise self._deadlock()
                 return
+            # Now and then another group than the first has its turn: one that spins waits for what others do.
+            turn += 1
             pc = min(self.groups)
+            if turn % PATIENCE == 0:
+                pc = sorted(self.groups)[turn // PATIENCE % len(self.groups)]
             group = Group(self, self.groups.pop(pc))
             self._run_group(pc, group)
 
