@@ -29,7 +29,7 @@ def quiet(body, args, block=(64,), grid=(1,), params="float* x, float* y, int n"
         block,
         args,
         shared=shared,
-        **switches
+        **switches,
     )[0]
 
 
@@ -377,3 +377,21 @@ def test_a_lane_reads_what_atomics_of_its_warp_wrote(index):
     assert report(body % (index, "", other), [F32, F32, 0], block=(32,)).kind == "race"
     quiet(body % (index, "__syncwarp();", other), [F32, F32, 0], block=(32,))
     quiet(body % ("t", "", "t"), [F32, F32, 0], block=(32,))  # its own
+
+
+@pytest.mark.parametrize("size", [8, 16])
+def test_a_part_of_a_copy_is_aligned_as_the_whole(size):
+    body = """__shared__ float4 s[32]; unsigned at = __cvta_generic_to_shared(&s[threadIdx.x]);
+              asm volatile("cp.async.ca.shared.global [%%0], [%%1], 16, %%2;" :: "r"(at), "l"(x + %d), "r"(n));"""
+    assert report(body % 1, [F32, F32, size], block=(1,)).kind == "misaligned access"
+    quiet(body % 4, [F32, F32, size], block=(1,))
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_who_spins_does_not_starve_whom_it_waits_for(first):
+    """Whichever side's code comes first: between blocks, and between warps of one block."""
+    spin = "while (atomicAdd((int*)x, 0) == 0);"
+    give = "atomicExch((int*)x, 1);"
+    for block, grid, who in (((32,), (2,), "blockIdx.x"), ((64,), (1,), "threadIdx.x / 32")):
+        body = "if (%s == %d && threadIdx.x %% 32 == 0) { %s } else { %s }" % (who, first, give, spin)
+        quiet(body, [F32, F32, 0], block=block, grid=grid, max_steps=1_000_000)
