@@ -185,7 +185,10 @@ HALVES = np.where(LANES < 16, 0xFFFF, 0xFFFF0000).astype(np.uint32)  # as tiles 
 def test_each_half_of_a_warp_votes_for_itself():
     odd = (LANES % 2 == 1).astype(np.uint32)
     inputs = {"p": ("pred", np.where(LANES < 16, odd, 1)), "m": ("u32", HALVES)}
-    same(evaluate("vote.sync.ballot.b32 %d, %p, %m;", inputs, {"d": "u32"}), HALVES & np.where(LANES < 16, 0xAAAA, FULL))
+    same(
+        evaluate("vote.sync.ballot.b32 %d, %p, %m;", inputs, {"d": "u32"}),
+        HALVES & np.where(LANES < 16, 0xAAAA, FULL),
+    )
     same(evaluate("vote.sync.all.pred %d, %p, %m;", inputs, {"d": "pred"}), LANES >= 16)
     same(evaluate("vote.sync.uni.pred %d, %p, %m;", inputs, {"d": "pred"}), LANES >= 16)
     inputs["p"] = ("pred", LANES == 3)

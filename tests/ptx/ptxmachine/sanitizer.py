@@ -237,7 +237,9 @@ class SharedShadow:
             author = author if per == 1 else author[:, None]
             authors[index] = author
             if atomic:  # atomics of several lanes, now or in this turn, are the warp's
-                own = self._granules(self.writer, per)[index] == (local if per == 1 else local[:, None]) + ATOMIC
+                own = (
+                    self._granules(self.writer, per)[index] == (local if per == 1 else local[:, None]) + ATOMIC
+                )
                 own = own & (wrote == (stamp if per == 1 else stamp[:, None])) & since & (before != author)
                 several = own | (authors[index] != author)
                 if several.any():
@@ -255,7 +257,9 @@ class SharedShadow:
             if mixed.any():
                 rows = index[mixed if per == 1 else mixed.any(1)]
                 writer[rows] = MANY
-                both = np.maximum(wrote, stamp if per == 1 else stamp[:, None])  # the newest of all: a bound for all
+                both = np.maximum(
+                    wrote, stamp if per == 1 else stamp[:, None]
+                )  # the newest of all: a bound for all
                 np.maximum.at(wide, index, both)
         else:
             writer[index] = who if per == 1 else who[:, None]
@@ -277,7 +281,9 @@ class SharedShadow:
             if self.joined is None:
                 self.joined = np.zeros(self.warps * self.total, np.uint32)
             at = local * (self.total // per) + index
-            self._granules(self.joined, per)[at] = stamp + np.uint32(1) if per == 1 else stamp[:, None] + np.uint32(1)
+            self._granules(self.joined, per)[at] = (
+                stamp + np.uint32(1) if per == 1 else stamp[:, None] + np.uint32(1)
+            )
 
     def _explain_write(self, bad, wrote, warp, index, per, atomic, lanes):
         where = np.nonzero(bad)
