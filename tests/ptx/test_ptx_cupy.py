@@ -345,3 +345,19 @@ print(missing)
         pytest.skip("CuPy is not installed")
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip() == "[]"
+
+
+def test_static_shared_memory_above_48_kb_is_refused(cupy):
+    """As by ptxas, on every architecture and whatever the attribute says."""
+    text = 'extern "C" __global__ void k(int* x) { __shared__ int s[%d]; s[threadIdx.x] = 1; x[0] = s[threadIdx.x]; }'
+    for arch in ("75", "90"):
+        standin.reset(arch=arch)
+        cupy.RawModule(code=text % 12288).get_function("k")((1,), (1,), (cupy.zeros(1, cupy.int32),))
+        with pytest.raises(cupy.cuda.driver.CUDADriverError, match="too much shared data"):
+            cupy.RawModule(code=text % 12289).get_function("k")
+
+
+@pytest.mark.parametrize("bad", [np.array([None]), np.array(["a"]), np.arange(3, dtype=">f4")])
+def test_dtypes_that_no_kernel_reads_are_refused(cupy, bad):
+    with pytest.raises(ValueError, match="Unsupported dtype"):
+        cupy.asarray(bad)

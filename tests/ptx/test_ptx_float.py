@@ -360,3 +360,16 @@ def test_packed_f32x2():
         ),
         pack(-2, 15),
     )
+
+
+def test_zero_sums_rounded_down():
+    """Rounding down, a sum of zero is -0 but for (+0) + (+0)."""
+    for kind in ("f32", "f64"):
+        a, c = [1.0, -0.0, 0.0, 0.0, -0.0], [-1.0, 0.0, 0.0, -0.0, -0.0]
+        inputs = {"a": (kind, a), "c": (kind, c)}
+        expected = np.array([-0.0, -0.0, 0.0, -0.0, -0.0])
+        same(evaluate("add.rm.%s %%d, %%a, %%c;" % kind, inputs, {"d": kind}), expected)
+        one = "0f3F800000" if kind == "f32" else "0d3FF0000000000000"
+        same(evaluate("fma.rm.%s %%d, %%a, %s, %%c;" % (kind, one), inputs, {"d": kind}), expected)
+        inputs["c"] = (kind, [-v for v in c])
+        same(evaluate("sub.rm.%s %%d, %%a, %%c;" % kind, inputs, {"d": kind}), expected)

@@ -237,3 +237,13 @@ def test_evaluate_runs_predicated_instructions_for_their_lanes_only():
         {"d": "u32"},
     )
     same(got, [11, 2, 11, 2])
+
+
+def test_generic_float_atomics_follow_the_memory_that_they_hit():
+    """Subnormals: global memory flushes them, shared memory keeps them, whatever the instruction says."""
+    code = """.shared .align 4 .b32 word; .reg .b64 %g, %s; .reg .f32 %o, %t; .reg .pred %q;
+              mov.b32 %t, 4; st.shared.f32 [word], %t; mov.u64 %s, word; cvta.shared.u64 %g, %s;
+              atom.add.f32 %o, [%g], %t; ld.shared.b32 %d, [word];"""
+    same(evaluate(code, {"a": ("u32", [0])}, {"d": "u32"}), np.array([8], np.uint32))
+    code = ".reg .f32 %o, %t; mov.b32 %t, 4; atom.add.f32 %o, [%base_], %t; ld.global.b32 %d, [%base_];"
+    same(evaluate(code, {"a": ("u32", [4])}, {"d": "u32"}), np.array([0], np.uint32))

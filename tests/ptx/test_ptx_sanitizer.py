@@ -29,7 +29,7 @@ def quiet(body, args, block=(64,), grid=(1,), params="float* x, float* y, int n"
         block,
         args,
         shared=shared,
-        **switches
+        **switches,
     )[0]
 
 
@@ -343,3 +343,55 @@ def test_checks_off_still_keep_the_machine_whole():
         ).kind
         == "out of bounds"
     )
+
+
+def test_atomics_of_some_warps_are_ordered_by_their_own_barrier():
+    body = """__shared__ int s; if (threadIdx.x == 0) s = 0; __syncthreads();
+              if (threadIdx.x < 64) { atomicAdd(&s, 1); %s if (threadIdx.x == 0) y[0] = s; }"""
+    barrier = 'asm volatile("bar.sync 1, 64;" ::: "memory");'
+    out = quiet(body % barrier, [F32, F32, 0], block=(128,))
+    assert out[1][0] == 64
+    assert report(body % "", [F32, F32, 0], block=(128,)).kind == "race"
+    # warps 2 and 3 add too, and are not in the barrier
+    others = body.replace("if (threadIdx.x < 64) {", "if (threadIdx.x >= 64) atomicAdd(&s, 1); else {")
+    assert report(others % barrier, [F32, F32, 0], block=(128,)).kind == "race"
+
+
+def test_syncwarp_orders_the_lanes_of_its_mask():
+    body = """__shared__ int s[32]; int t = threadIdx.x; s[t] = t;
+              if (t < 16) { __syncwarp(0xffff); y[t] = s[%s - t]; }"""
+    assert list(quiet(body % "15", [F32, F32, 0], block=(32,))[1][:16]) == list(range(15, -1, -1))
+    body = """__shared__ int s[32]; int t = threadIdx.x; s[t] = t;
+              if (t < 16) __syncwarp(0xffff);
+              y[t] = ((volatile int*)s)[31 - t];"""
+    fault = report(body, [F32, F32, 0], block=(32,))
+    assert fault.kind == "race" and "__syncwarp" in str(fault)
+
+
+@pytest.mark.parametrize("index", ["t", "0"])
+def test_a_lane_reads_what_atomics_of_its_warp_wrote(index):
+    body = """__shared__ int s[32]; int t = threadIdx.x; s[t] = 0; __syncwarp();
+              atomicAdd(&s[%s], 1); %s
+              y[t] = ((volatile int*)s)[%s];"""
+    other = "31 - t" if index == "t" else "0"
+    assert report(body % (index, "", other), [F32, F32, 0], block=(32,)).kind == "race"
+    quiet(body % (index, "__syncwarp();", other), [F32, F32, 0], block=(32,))
+    quiet(body % ("t", "", "t"), [F32, F32, 0], block=(32,))  # its own
+
+
+@pytest.mark.parametrize("size", [8, 16])
+def test_a_part_of_a_copy_is_aligned_as_the_whole(size):
+    body = """__shared__ float4 s[32]; unsigned at = __cvta_generic_to_shared(&s[threadIdx.x]);
+              asm volatile("cp.async.ca.shared.global [%%0], [%%1], 16, %%2;" :: "r"(at), "l"(x + %d), "r"(n));"""
+    assert report(body % 1, [F32, F32, size], block=(1,)).kind == "misaligned access"
+    quiet(body % 4, [F32, F32, size], block=(1,))
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_who_spins_does_not_starve_whom_it_waits_for(first):
+    """Whichever side's code comes first: between blocks, and between warps of one block."""
+    spin = "while (atomicAdd((int*)x, 0) == 0);"
+    give = "atomicExch((int*)x, 1);"
+    for block, grid, who in (((32,), (2,), "blockIdx.x"), ((64,), (1,), "threadIdx.x / 32")):
+        body = "if (%s == %d && threadIdx.x %% 32 == 0) { %s } else { %s }" % (who, first, give, spin)
+        quiet(body, [F32, F32, 0], block=block, grid=grid, max_steps=1_000_000)

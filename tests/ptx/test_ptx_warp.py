@@ -176,3 +176,49 @@ def test_lanes_that_come_late_are_waited_for():
     got = evaluate(code, {"a": ("u32", LANES)}, {"d": "u32"})
     value = np.where(LANES < 16, LANES + 100, LANES)
     same(got, value[LANES ^ 16].astype(np.uint32))
+
+
+# --- masks that differ inside of a warp -----------------------------------------------------------
+HALVES = np.where(LANES < 16, 0xFFFF, 0xFFFF0000).astype(np.uint32)  # as tiles of 16 lanes use them
+
+
+def test_each_half_of_a_warp_votes_for_itself():
+    odd = (LANES % 2 == 1).astype(np.uint32)
+    inputs = {"p": ("pred", np.where(LANES < 16, odd, 1)), "m": ("u32", HALVES)}
+    same(
+        evaluate("vote.sync.ballot.b32 %d, %p, %m;", inputs, {"d": "u32"}),
+        HALVES & np.where(LANES < 16, 0xAAAA, FULL),
+    )
+    same(evaluate("vote.sync.all.pred %d, %p, %m;", inputs, {"d": "pred"}), LANES >= 16)
+    same(evaluate("vote.sync.uni.pred %d, %p, %m;", inputs, {"d": "pred"}), LANES >= 16)
+    inputs["p"] = ("pred", LANES == 3)
+    same(evaluate("vote.sync.any.pred %d, %p, %m;", inputs, {"d": "pred"}), LANES < 16)
+
+
+def test_each_half_of_a_warp_reduces_matches_and_elects_for_itself():
+    inputs = {"a": ("u32", LANES), "m": ("u32", HALVES), "z": ("u32", np.where(LANES < 16, LANES * 0, LANES))}
+    low = LANES < 16
+    for op, halves in (("add", (120, 376)), ("max", (15, 31)), ("min", (0, 16))):
+        got = evaluate("redux.sync.%s.u32 %%d, %%a, %%m;" % op, inputs, {"d": "u32"})
+        same(got, np.where(low, *halves).astype(np.uint32))
+    got = evaluate("match.any.sync.b32 %d, %z, %m;", {**inputs, "z": ("u32", LANES * 0)}, {"d": "u32"})
+    same(got, HALVES)
+    out = evaluate("match.all.sync.b32 %d|%p, %z, %m;", inputs, {"d": "u32", "p": "pred"})
+    same(out["d"], np.where(low, 0xFFFF, 0).astype(np.uint32))
+    same(out["p"], low)
+    out = evaluate("elect.sync %d|%p, %m;", inputs, {"d": "u32", "p": "pred"})
+    same(out["d"], np.where(low, 0, 16).astype(np.uint32))
+    same(out["p"], (LANES == 0) | (LANES == 16))
+
+
+def test_shuffle_between_halves_with_masks_of_their_own():
+    inputs = {"a": ("u32", LANES), "m": ("u32", HALVES)}
+    same(evaluate("shfl.sync.bfly.b32 %d, %a, 8, 31, %m;", inputs, {"d": "u32"}), (LANES ^ 8).astype(np.uint32))
+    with pytest.raises(Fault, match="reads lane 16, which does not take part"):
+        evaluate("shfl.sync.bfly.b32 %d, %a, 16, 31, %m;", inputs, {"d": "u32"})
+
+
+def test_masks_that_name_each_other_must_agree():
+    masks = np.where(LANES < 16, FULL, 0xFFFF0000).astype(np.uint32)
+    with pytest.raises(Fault, match="lane 0 names lane 16 in mask 0xffffffff, which has mask 0xffff0000"):
+        evaluate("vote.sync.any.pred %d, %p, %m;", {"p": ("pred", LANES), "m": ("u32", masks)}, {"d": "pred"})

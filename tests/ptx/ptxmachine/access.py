@@ -239,7 +239,7 @@ class Access:
 
     # --- atomics ----------------------------------------------------------------------------------
     def atomic(self, space, lanes, address, nbytes, unit, ins, function):
-        """Apply `function(old, positions) -> new` lane after lane; return the old values.
+        """Apply `function(old, positions, space) -> new` lane after lane; return the old values.
 
         Lanes that hit the same address take turns.
         """
@@ -254,7 +254,7 @@ class Access:
                     nbytes,
                     unit,
                     ins,
-                    lambda old, where, at=at: function(old, at[where]),
+                    lambda old, where, name, at=at: function(old, at[where], name),
                 )
                 if out is None:
                     out = np.zeros((len(lanes),) + part.shape[1:], part.dtype)
@@ -299,5 +299,5 @@ class Access:
             where = index[at]
             before = data[where]
             old[at] = before
-            data[where] = function(before, at)
+            data[where] = function(before, at, space)
         return old

@@ -181,11 +181,19 @@ def fma32(a, b, c, rnd="rn"):
         if not odd.any():
             return out
         return to32(add_odd(product, np.broadcast_to(c, product.shape).astype(np.float64)))
-    return to32(narrow(add_odd(product, np.broadcast_to(c, product.shape).astype(np.float64)), "f32", rnd))
+    c = np.broadcast_to(c, product.shape).astype(np.float64)
+    exact = add_odd(product, c)
+    return to32(narrow(_zero_down(exact, product, c) if rnd == "rm" else exact, "f32", rnd))
 
 
 def to32(x):
     return x.astype(np.float32)
+
+
+def _zero_down(exact, x, y):
+    """Return the sum exact of x and y with its zeros as rounding down has them: -0, but for (+0) + (+0)."""
+    positive = (x == 0) & (y == 0) & ~np.signbit(x) & ~np.signbit(y)
+    return np.where((exact == 0) & ~positive, -0.0, exact)
 
 
 def directed32(op, a, b, rnd):
@@ -196,10 +204,8 @@ def directed32(op, a, b, rnd):
         y = -y
     if op in ("add", "sub"):
         exact = add_odd(x, y)
-        if rnd == "rm":  # x + (-x) is -0 when rounding down
-            exact = np.where(
-                (exact == 0) & ~((x == 0) & (y == 0) & ~np.signbit(x) & ~np.signbit(y)), -0.0, exact
-            )
+        if rnd == "rm":
+            exact = _zero_down(exact, x, y)
     elif op == "mul":
         exact = x * y
     else:
@@ -229,8 +235,8 @@ def directed64(op, a, b, rnd):
             exact = fx + fy if op == "add" else fx - fy if op == "sub" else fx * fy if op == "mul" else fx / fy
             if exact != 0:
                 out.flat[i] = round_fraction(exact, rnd)
-            elif op in ("add", "sub") and rnd == "rm" and (x != 0 or y != 0):
-                out.flat[i] = -0.0
+            elif op in ("add", "sub") and rnd == "rm":
+                out.flat[i] = _zero_down(0.0, x, y if op == "add" else -y)
     return out
 
 

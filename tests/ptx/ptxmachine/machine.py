@@ -27,6 +27,8 @@ from .parser import PtxError, parse
 from .program import Program, allocate_registers, is_terminator
 from .sanitizer import GlobalOwners, SharedShadow
 
+PATIENCE = 4096  # stretches of code after which a group that is ready gets its turn
+
 
 class Group:
     """Lanes that run together.  `where` is the NumPy mask argument: True if all lanes are in."""
@@ -343,13 +345,17 @@ class Run:
         self.steps, self.ready_pc, self.serial = 0, -1, self.serial + 1
 
     def execute(self):
-        self.groups = {0: self.exists.copy()}
+        self.groups, turn = {0: self.exists.copy()}, 0
         while True:
             if not self.groups:
                 if self.waiting or any(b.mask.any() for b in self.barriers.values()):
                     raise self._deadlock()
                 return
+            # Now and then another group than the first has its turn: one that spins waits for what others do.
+            turn += 1
             pc = min(self.groups)
+            if turn % PATIENCE == 0:
+                pc = sorted(self.groups)[turn // PATIENCE % len(self.groups)]
             group = Group(self, self.groups.pop(pc))
             self._run_group(pc, group)
 
@@ -446,7 +452,11 @@ class Run:
         """Called by `.sync` instructions with a member mask (scalar or (lanes,)): all named lanes must be there."""
         bits = np.broadcast_to(mask, (self.total,))
         full = np.uint32(0xFFFFFFFF)
-        if g.full and (mask == full).all() or self.ready_pc == ins.pc:
+        if g.full and (mask == full).all():
+            return
+        if mask.ndim:
+            self._agree(g, ins, bits)
+        if self.ready_pc == ins.pc:
             return
         active = np.packbits(g.mask.reshape(-1, 32), axis=1, bitorder="little").view(np.uint32).ravel()
         here = active[self.lane_warp]
@@ -470,6 +480,26 @@ class Run:
                     lane,
                 )
             raise Incomplete
+
+    def _agree(self, g, ins, bits):
+        """Refuse lanes that name each other in different masks."""
+        rows, here = bits.reshape(-1, 32), g.mask.reshape(-1, 32)
+        lane = here.argmax(1)[:, None]
+        mixed = np.flatnonzero((here & (rows != np.take_along_axis(rows, lane, 1))).any(1))
+        if not len(mixed):
+            return
+        rows, here = rows[mixed], here[mixed]
+        named = (rows[:, :, None] >> np.arange(32, dtype=np.uint32)) & np.uint32(1) == 1  # [warp, lane, other]
+        differ = named & here[:, :, None] & here[:, None, :] & (rows[:, :, None] != rows[:, None, :])
+        if differ.any():
+            warp, lane, other = (int(i[0]) for i in np.nonzero(differ))
+            raise self.fault(
+                "missing lanes",
+                "%s: lane %d names lane %d in mask 0x%08x, which has mask 0x%08x"
+                % (ins.op, lane, other, rows[warp, lane], rows[warp, other]),
+                ins,
+                mixed[warp] * 32 + lane,
+            )
 
     def _gather(self, pc, g):
         """Merge `g` with the lanes that wait at `pc`; return the group of complete warps, or None."""

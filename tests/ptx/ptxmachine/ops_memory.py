@@ -233,6 +233,8 @@ def cp(b, ins):
                     ins,
                     lanes[int(count.argmax())],
                 )
+            some = np.flatnonzero(count)  # a part of a copy must be aligned as the whole
+            access._aligned(address[some], size, lanes[some], ins, "global")
             whole = np.flatnonzero(count == size)
             if len(whole):
                 data[whole] = access.load_global(lanes[whole], address[whole], size, unit, ins)
@@ -280,7 +282,7 @@ def _wait(run, g, keep, ins):
         if run.machine.cp_async == "late":
             run.shared.view(size, unit)[index] = data
         if run.shadow is not None:
-            run.shadow.landed(run.lane_warp[lanes], index, size)
+            run.shadow.landed(run.lane_warp[lanes], index, size, lanes % 32)
     run.copies = left
 
 
@@ -323,11 +325,9 @@ def atomic(b, ins):
     address, space = addresses(b, args[0], space_of(ins))
     if kind in ("f32", "f64", "f16", "bf16", "f16x2", "bf16x2"):
         if op == "add":
-            combine = lambda old, v, space=space: _float_add(
-                kind, "shared" if space == "shared" else "global", old, v
-            )
+            combine = lambda old, v, where: _float_add(kind, where, old, v)
         elif op in ("min", "max") and kind.replace("x2", "") in ("f16", "bf16"):
-            combine = lambda old, v: _half_min_max(kind, op, old, v)
+            combine = lambda old, v, where: _half_min_max(kind, op, old, v)
         else:
             raise unknown(ins)
     else:
@@ -346,7 +346,9 @@ def atomic(b, ins):
         }
         function, unsigned = table[op], UNITS[size]
         combine = (
-            lambda old, v: np.asarray(function(old.view(dtype), v.view(dtype))).astype(dtype).view(unsigned)
+            lambda old, v, where: np.asarray(function(old.view(dtype), v.view(dtype)))
+            .astype(dtype)
+            .view(unsigned)
         )
     parts = [b.source(p, "b%d" % (8 * size)) for p in b.vector(args[1])]
     swap = b.source(args[2], "b%d" % (8 * size)) if op == "cas" else None
@@ -361,9 +363,9 @@ def atomic(b, ins):
             value = np.stack([np.broadcast_to(g.pick(p), (len(lanes),)) for p in parts], 1)
         if op == "cas":
             new = np.broadcast_to(g.pick(swap), (len(lanes),))
-            function = lambda old, at: np.where(old == value[at], new[at], old)
+            function = lambda old, at, where: np.where(old == value[at], new[at], old)
         else:
-            function = lambda old, at: combine(old, np.ascontiguousarray(value[at]))
+            function = lambda old, at, where: combine(old, np.ascontiguousarray(value[at]), where)
         old = access.atomic(space, lanes, address(g), nbytes, size, ins, function)
         for i, target in enumerate(targets):
             _give(target, old if count == 1 else old[:, i], g)

@@ -24,7 +24,7 @@ def warp_barrier(b, ins):
     def wait(g):
         run.members(g, ins, mask)
         if run.shadow is not None:
-            run.shadow.warp_barrier(g.active_warps())
+            run.shadow.warp_barrier(g.lanes, np.broadcast_to(mask, (b.total,))[g.lanes])
 
     return wait
 
@@ -69,8 +69,9 @@ def shfl(b, ins):
     def shuffle(g):
         run.members(g, ins, mask)
         source, inside = constant or pick()
-        if not g.full:
-            missing = g.mask & ~g.mask[source]
+        if not g.full or mask.ndim:  # lanes of the group may shuffle under masks of their own
+            members = np.broadcast_to(mask, (total,)) >> (source % 32).astype(np.uint32) & np.uint32(1)
+            missing = g.mask & (~g.mask[source] | (members == 0))
             if missing.any():
                 at = int(np.flatnonzero(missing)[0])
                 raise run.fault(
@@ -83,10 +84,17 @@ def shfl(b, ins):
     return shuffle
 
 
+def _member_bits(b, g, mask):
+    """Return the member lanes of each lane's own mask that are here, (lanes,) uint32: halves of a warp may differ."""
+    return np.repeat(_bits(g.mask), 32) & np.broadcast_to(mask, (b.total,))
+
+
 def _member_lanes(b, g, mask):
-    """Return the active lanes that are in their mask, as (warps, 32) bool."""
-    bits = np.broadcast_to(mask, (b.total,))
-    return (g.mask & (((bits >> b.run.lane_id) & np.uint32(1)) == 1)).reshape(-1, 32)
+    """Return the members of each lane's own mask as [warp, lane, other] bool; lane is 1 if all masks of a warp agree."""
+    bits = _member_bits(b, g, mask).reshape(-1, 32)
+    if mask.ndim == 0:
+        bits = bits[:, :1]
+    return ((bits[:, :, None] >> np.arange(32, dtype=np.uint32)) & np.uint32(1)).astype(bool)
 
 
 @instruction("vote")
@@ -99,17 +107,17 @@ def vote(b, ins):
 
     def count(g):
         run.members(g, ins, mask)
-        members = _member_lanes(b, g, mask)
-        yes = members & test().reshape(-1, 32)
+        members = _member_bits(b, g, mask)
+        yes = members & np.repeat(_bits(test()), 32)
         if mode == "ballot":
-            out = _bits(yes)
+            out = yes
         elif mode == "all":
-            out = (yes == members).all(1)
+            out = yes == members
         elif mode == "any":
-            out = yes.any(1)
+            out = yes != 0
         else:
-            out = (yes == members).all(1) | ~yes.any(1)
-        put(target, np.repeat(out, 32), g.where)
+            out = (yes == members) | (yes == 0)
+        put(target, out, g.where)
 
     return count
 
@@ -130,7 +138,7 @@ def elect(b, ins):
 
     def choose(g):
         run.members(g, ins, mask)
-        first = np.repeat(_member_lanes(b, g, mask).argmax(1), 32)
+        first = np.broadcast_to(_member_lanes(b, g, mask).argmax(2), (b.total // 32, 32)).ravel()
         put(target, first, g.where)
         put(leads, first == run.lane_id, g.where)
 
@@ -150,14 +158,14 @@ def match(b, ins):
         run.members(g, ins, mask)
         members = _member_lanes(b, g, mask)
         rows = np.broadcast_to(value, (b.total,)).reshape(-1, 32)
-        equal = (rows[:, :, None] == rows[:, None, :]) & members[:, None, :]  # [warp, lane, other]
+        equal = (rows[:, :, None] == rows[:, None, :]) & members  # [warp, lane, other]
         if "any" in ins.mods:
             put(target, _bits(equal.reshape(-1, 32)), g.where)
             return
-        alike = (equal == members[:, None, :]).all(2)
-        put(target, np.where(alike, _bits(members)[:, None], np.uint32(0)).ravel(), g.where)
+        alike = (equal == members).all(2).ravel()
+        put(target, np.where(alike, _member_bits(b, g, mask), np.uint32(0)), g.where)
         if same is not None:
-            put(same, alike.ravel(), g.where)
+            put(same, alike, g.where)
 
     return compare
 
@@ -188,10 +196,9 @@ def redux(b, ins):
     def reduce(g):
         run.members(g, ins, mask)
         rows = np.broadcast_to(value, (b.total,)).reshape(-1, 32)
-        out = ufunc.reduce(
-            np.where(_member_lanes(b, g, mask), rows, value.dtype.type(start)), axis=1, dtype=value.dtype
-        )
-        put(target, np.repeat(out, 32), g.where)
+        own = np.where(_member_lanes(b, g, mask), rows[:, None, :], value.dtype.type(start))
+        out = ufunc.reduce(own, axis=2, dtype=value.dtype)
+        put(target, np.broadcast_to(out, (b.total // 32, 32)).ravel(), g.where)
 
     return reduce
 

@@ -10,8 +10,11 @@ A read is right if the last write is the warp's own or is known; a write is righ
 warps' reads are known.  A cp.async writes at its start for the second rule (it may land early) and at its wait for
 the first (it may land late), so that neither order hides the other's mistakes.
 
-Inside of a warp, bar.warp.sync (__syncwarp) orders the lanes: turn[g] is the warp's count of them at the last write
-and author[g] its lane.  What another lane of the warp wrote in the same turn must not be read or overwritten.
+Atomics of several warps that no barrier orders count together: joined[w, g] is 1 + clock of warp w's last one.
+
+Inside of a warp, bar.warp.sync (__syncwarp) orders the lanes of its mask, by a Lamport clock: turns[lane] becomes 1 +
+the largest of them.  turn[g] is the clock of the lane that wrote last and author[g] that lane.  What another lane of the
+warp wrote in a turn that is not below the own one must not be read or overwritten.
 """
 
 import numpy as np
@@ -34,7 +37,8 @@ class SharedShadow:
         self.known = np.zeros((blocks, warps, warps), np.uint32)
         self.floor = np.zeros(blocks * warps, np.uint32)  # min over u of known[w][u]
         self.author, self.turn = np.zeros(total, np.uint8), np.zeros(total, np.uint32)
-        self.turns = np.zeros(blocks * warps, np.uint32)
+        self.turns = np.zeros(blocks * warps * 32, np.uint32)
+        self.joined = None  # made with the first atomic
         self._wide = {}
 
     def reset(self):
@@ -44,10 +48,25 @@ class SharedShadow:
         self.known[:] = 0
         self.floor[:] = 0
         self.turns[:] = 0
+        if self.joined is not None:
+            self.joined[:] = 0
 
-    def warp_barrier(self, warps):
-        """Order the lanes of each warp in `warps` (n,): warp numbers over the chunk."""
-        self.turns[warps] += 1
+    def warp_barrier(self, lanes, masks):
+        """Order each of `lanes` (n,), numbers over the chunk, with the lanes of its mask in `masks` (n,) uint32."""
+        rows = self.turns.reshape(-1, 32)[lanes // 32]
+        if (masks != 0xFFFFFFFF).any():
+            named = (masks[:, None] >> np.arange(32, dtype=np.uint32)) & np.uint32(1)
+            rows = np.where(named, rows, np.uint32(0))
+        self.turns[lanes] = rows.max(1) + np.uint32(1)
+
+    def _turn(self, warp, lanes, oldest=False):
+        """Return the lanes' Lamport clocks; of a warp as a whole the newest (or the oldest)."""
+        out = self.turns[warp * 32 + lanes % 32]
+        whole = lanes == ANY_LANE
+        if whole.any():
+            rows = self.turns.reshape(-1, 32)[warp]
+            out = np.where(whole, rows.min(1) if oldest else rows.max(1), out)
+        return out
 
     def barrier(self, blocks, members):
         """Order the warps `members` (n, warps) bool of `blocks` (n,) with each other."""
@@ -104,21 +123,31 @@ class SharedShadow:
         read[at] = stamp if per == 1 else stamp[:, None]
         return fault
 
-    def _unordered(self, value, who, block, local, warp):
+    def _unordered(self, granule, value, who, block, local):
         """Return where the last write (clock `value`, writer `who`) is not ordered before warp `local`."""
         author = np.where(who == MANY, 0, who % ATOMIC)
         unknown = (value >= self.known[block, local, author]) & (author != local)
-        return np.where(who == MANY, value >= self.floor[warp], unknown)
+        many = np.flatnonzero(who == MANY)
+        if len(many):
+            others = self.joined.reshape(self.warps, -1)[:, granule[many]].T  # [access, warp]
+            late = others > self.known[block[many], local[many]]
+            late[np.arange(len(many)), local[many]] = False
+            unknown[many] = late.any(1)
+        return unknown
 
-    def _same_turn(self, granule, value, who, warp, local, lane):
-        """Return where another lane of the own warp wrote since the warp's last barrier of any kind."""
+    def _same_turn(self, granule, value, who, warp, local, lane, atomic=False):
+        """Return where another lane of the own warp wrote since a barrier ordered the two.
+
+        An atomic may follow the warp's other atomics.
+        """
         if not self.lanes:
             return np.zeros(len(granule), bool)
         author = self.author[granule]
+        mine = (who == local) if atomic else (who == local) | (who == local + ATOMIC)
         return (
-            (who == local)
+            mine
             & (value == self.clock.ravel()[warp])
-            & (self.turn[granule] == self.turns[warp])
+            & (self.turn[granule] >= self._turn(warp, lane, oldest=True))
             & ((author != lane) | (author == ANY_LANE))
         )
 
@@ -143,7 +172,7 @@ class SharedShadow:
         block, local = warp[lane] // self.warps, warp[lane] % self.warps
         never = value == NEVER
         flight = value == IN_FLIGHT
-        race = ~never & ~flight & self._unordered(value, who, block, local, warp[lane])
+        race = ~never & ~flight & self._unordered(granule, value, who, block, local)
         inside = ~never & ~flight & self._same_turn(granule, value, who, warp[lane], local, lanes[lane])
         wrong = never | flight | race | inside
         if not wrong.any():
@@ -199,9 +228,22 @@ class SharedShadow:
         stamp = np.full(len(index), IN_FLIGHT, np.uint32) if flight else self.clock.ravel()[warp]
         wide[index] = stamp if per == 1 else stamp[:, None]
         if self.lanes:
-            turn, author = self.turns[warp], lanes.astype(np.uint8)
-            self._granules(self.turn, per)[index] = turn if per == 1 else turn[:, None]
-            self._granules(self.author, per)[index] = author if per == 1 else author[:, None]
+            turn, author = self._turn(warp, lanes), lanes.astype(np.uint8)
+            authors = self._granules(self.author, per)
+            before = authors[index] if atomic else None
+            turns = self._granules(self.turn, per)
+            since = turns[index] >= (turn if per == 1 else turn[:, None]) if atomic else None
+            turns[index] = turn if per == 1 else turn[:, None]
+            author = author if per == 1 else author[:, None]
+            authors[index] = author
+            if atomic:  # atomics of several lanes, now or in this turn, are the warp's
+                own = (
+                    self._granules(self.writer, per)[index] == (local if per == 1 else local[:, None]) + ATOMIC
+                )
+                own = own & (wrote == (stamp if per == 1 else stamp[:, None])) & since & (before != author)
+                several = own | (authors[index] != author)
+                if several.any():
+                    authors[index[several if per == 1 else several.any(1)]] = ANY_LANE
         writer = self._granules(self.writer, per)
         who = local.astype(np.uint8)
         if atomic:
@@ -210,9 +252,15 @@ class SharedShadow:
             mine = who if per == 1 else who[:, None]
             unordered = bad & (before >= ATOMIC) & (before != mine) & (wrote != NEVER)
             writer[index] = mine
+            self._join(local, index, per, stamp)
             mixed = unordered | (writer[index] != mine)  # several warps, now or since the last barrier
             if mixed.any():
-                writer[index[mixed if per == 1 else mixed.any(1)]] = MANY
+                rows = index[mixed if per == 1 else mixed.any(1)]
+                writer[rows] = MANY
+                both = np.maximum(
+                    wrote, stamp if per == 1 else stamp[:, None]
+                )  # the newest of all: a bound for all
+                np.maximum.at(wide, index, both)
         else:
             writer[index] = who if per == 1 else who[:, None]
         if fault is None and not atomic:
@@ -227,6 +275,16 @@ class SharedShadow:
                 )
         return fault
 
+    def _join(self, local, index, per, stamp):
+        """Note an atomic's clock for its warp, for granules that atomics of several warps share."""
+        if self.warps > 1:
+            if self.joined is None:
+                self.joined = np.zeros(self.warps * self.total, np.uint32)
+            at = local * (self.total // per) + index
+            self._granules(self.joined, per)[at] = (
+                stamp + np.uint32(1) if per == 1 else stamp[:, None] + np.uint32(1)
+            )
+
     def _explain_write(self, bad, wrote, warp, index, per, atomic, lanes):
         where = np.nonzero(bad)
         lane = where[0]
@@ -234,11 +292,13 @@ class SharedShadow:
         value, who = wrote[where], self.writer[granule]
         block, local = warp[lane] // self.warps, warp[lane] % self.warps
         flight = value == IN_FLIGHT
-        race = (value != NEVER) & ~flight & self._unordered(value, who, block, local, warp[lane])
+        race = (value != NEVER) & ~flight & self._unordered(granule, value, who, block, local)
         if atomic:  # atomics among themselves are no race
             race &= who < ATOMIC
         inside = (
-            (value != NEVER) & ~flight & self._same_turn(granule, value, who, warp[lane], local, lanes[lane])
+            (value != NEVER)
+            & ~flight
+            & self._same_turn(granule, value, who, warp[lane], local, lanes[lane], atomic)
         )
         wrong = flight | race | inside
         if not wrong.any():
@@ -260,13 +320,13 @@ class SharedShadow:
             "shared byte %d is written, %s wrote it, no barrier between" % (byte, name),
         )
 
-    def landed(self, warp, index, nbytes):
+    def landed(self, warp, index, nbytes, lanes):
         """A cp.async was waited for: from now on it is a write of its own warp, of now."""
         per = nbytes // self.granule
         stamp = self.clock.ravel()[warp]
         self._granules(self.wrote, per)[index] = stamp if per == 1 else stamp[:, None]
         if self.lanes:
-            turn = self.turns[warp]
+            turn = self._turn(warp, lanes)
             self._granules(self.turn, per)[index] = turn if per == 1 else turn[:, None]
 
 

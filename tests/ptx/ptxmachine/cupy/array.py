@@ -73,6 +73,8 @@ class ndarray:
 
     def __init__(self, shape, dtype=float, memptr=None, strides=None, order="C"):
         self.shape, self.dtype = _shape(shape), np.dtype(dtype)
+        if self.dtype.hasobject or self.dtype.kind in "SUMm" or not self.dtype.isnative:
+            raise ValueError("Unsupported dtype %s" % self.dtype)
         self.strides = (
             tuple(strides) if strides is not None else _strides(self.shape, self.dtype.itemsize, order)
         )

@@ -132,6 +132,7 @@ class RawModule:
                 "CUDA_ERROR_NOT_FOUND",
                 "named symbol not found: %r; kernels are %s" % (name, sorted(module.parsed.kernels)),
             )
+        _check_static(module.program(name))
         if name not in self._kernels:
             kernel = RawKernel.__new__(RawKernel)
             kernel._setup(self, name)
@@ -226,6 +227,7 @@ class RawKernel:
         sim = simulation()
         sim.check_alive()
         module, program = self._module._load(), self._program
+        _check_static(program)
         grid, block = _dims(grid, "grid"), _dims(block, "block")
         if shared_mem > self.max_dynamic_shared_size_bytes or shared_mem < 0:
             raise CUDADriverError(
@@ -256,6 +258,16 @@ class RawKernel:
                 raise CUDADriverError("CUDA_ERROR_INVALID_VALUE", str(error)) from None
 
         sim.enqueue(stream, "kernel %s" % name, action, touches)
+
+
+def _check_static(program):
+    """Refuse static shared memory above 48 KB, as ptxas does on every architecture: more must be dynamic."""
+    if program.static_shared > 48 << 10:
+        raise CUDADriverError(
+            "CUDA_ERROR_INVALID_PTX",
+            "ptxas: entry function %s uses too much shared data (0x%x bytes, 0x%x max)"
+            % (program.name, program.static_shared, 48 << 10),
+        )
 
 
 def _dims(value, name):
