@@ -50,15 +50,15 @@ INLINE pairs_of columns_of(const void *panel, int64_t n)
 }
 
 /* P = 2^(factor s - m) of `keys` keys, as pairs of keys, and their sums */
-NOINLINE void weigh(const float *s, int64_t keys, float factor, const float *ref, uint32_t *pairs, int64_t plane,
+NOINLINE void weigh(const float *s, int64_t keys, float factor, const panel *state, uint32_t *pairs, int64_t plane,
                     vec *sum)
 {
     for (int j = 0; j < VR; j++) {
-        const vec m = load(ref + j * LANES);
+        const vec m = load(state->ref + j * LANES), low = load(state->low + j * LANES);
         vec even = zero(), odd = zero();
         for (int64_t i = 0; i < keys; i += 2) {
-            const vec a = exp2_vec(fused(load(s + i * NR + j * LANES), factor, m));
-            const vec b = exp2_vec(fused(load(s + (i + 1) * NR + j * LANES), factor, m));
+            const vec a = exp2_vec(fused(load(s + i * NR + j * LANES), factor, m) - low);
+            const vec b = exp2_vec(fused(load(s + (i + 1) * NR + j * LANES), factor, m) - low);
             even += a;
             odd += b;
             put_pair(pairs + i / 2 * NR + j * LANES, plane, a, b);
@@ -86,7 +86,7 @@ NOINLINE void tile_with_maximum(panel *p, forward_room *w, int64_t from, int64_t
         score_any(&w->tile, block, &p->q, p->query, b, &w->how, w->s + (block - from) * KR * NR, NULL);
     raise_maximum(p, w->s, keys, b->dim_v);
     UNROLL for (int j = 0; j < VR; j++) sum[j] = zero();
-    weigh(w->s, keys, LOG2E, p->ref, w->p, w->plane, sum);
+    weigh(w->s, keys, LOG2E, p, w->p, w->plane, sum);
 }
 
 /* Pair by pair: see scores.h. */
@@ -120,17 +120,17 @@ NOINLINE int forward_tile(panel *p, forward_room *w, const call *c, int64_t batc
     const float factor = SCORE_FACTOR(b) * LOG2E;
     vec sum[VR];
     UNROLL for (int j = 0; j < VR; j++) sum[j] = zero();
-    if (p->unset && waits_for(p, &t->at)) {
+    if (p->wide || (p->unset && waits_for(p, &t->at))) {
         tile_with_maximum(p, w, from, to, b, sum);
     } else {
         for (int64_t block = from; block < to; block++) {
             uint32_t *pairs = w->p + (block - from) * KR / 2 * NR;
             if (plain && (full || block_sight(&t->at, &p->q, block) == FULL)) {
                 amx_scores(keys_of(t, block), columns_of(p->query, b->d), ROUND_UP(b->d, STEP), w->s);
-                weigh(w->s, KR, factor, p->ref, pairs, w->plane, sum);
+                weigh(w->s, KR, factor, p, pairs, w->plane, sum);
             } else {
                 score_any(t, block, &p->q, p->query, b, &w->how, w->s, NULL);
-                weigh(w->s, KR, LOG2E, p->ref, pairs, w->plane, sum);
+                weigh(w->s, KR, LOG2E, p, pairs, w->plane, sum);
             }
         }
         if (too_high(sum)) tile_with_maximum(p, w, from, to, b, sum);

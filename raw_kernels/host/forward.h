@@ -76,12 +76,12 @@ NOINLINE void score_any(const key_tile *t, int64_t block, const lanes *q, const 
         bend_block(s, slopes, q, how, t->pos + block * KR, (int)MIN(KR, t->live - block * KR), cut);
 }
 
-NOINLINE void weigh_stored(REAL *p, int64_t keys, const REAL *ref, vec *sum)
+NOINLINE void weigh_stored(REAL *p, int64_t keys, const panel *state, vec *sum)
 {
     for (int j = 0; j < VR; j++) {
-        const vec m = load(ref + j * LANES);
+        const vec m = load(state->ref + j * LANES), low = load(state->low + j * LANES);
         for (int64_t i = 0; i < keys; i++) {
-            const vec weight = exp2_vec(fused(load(p + i * NR + j * LANES), LOG2E, m));
+            const vec weight = exp2_vec(fused(load(p + i * NR + j * LANES), LOG2E, m) - low);
             store(p + i * NR + j * LANES, weight);
             sum[j] += weight;
         }
@@ -96,7 +96,7 @@ NOINLINE void tile_with_maximum(panel *p, forward_room *w, int64_t from, int64_t
         score_any(&w->tile, block, &p->q, p->query, d, &w->how, w->p + (block - from) * KR * NR, NULL);
     raise_maximum(p, w->p, keys, dv);
     UNROLL for (int j = 0; j < VR; j++) sum[j] = zero();
-    weigh_stored(w->p, keys, p->ref, sum);
+    weigh_stored(w->p, keys, p, sum);
 }
 
 /* Returns how many counted tiles it computed. */
@@ -110,7 +110,7 @@ NOINLINE int forward_tile(panel *p, forward_room *w, const burst_block *b)
     const int plain = w->how.softcap == 0 && !w->how.alibi;
     vec sum[VR];
     UNROLL for (int j = 0; j < VR; j++) sum[j] = (vec){0};
-    if (p->unset && waits_for(p, t)) {
+    if (p->wide || (p->unset && waits_for(p, t))) {
         tile_with_maximum(p, w, from, to, b->d, b->dim_v, sum);
     } else {
         for (int64_t block = from; block < to; block++) {
@@ -119,7 +119,7 @@ NOINLINE int forward_tile(panel *p, forward_room *w, const burst_block *b)
                 weigh_full(t->k + block * KR * t->ld_k, t->ld_k, p->query, b->d, p->ref, weights, sum);
             } else {
                 score_any(t, block, &p->q, p->query, b->d, &w->how, weights, NULL);
-                weigh_stored(weights, KR, p->ref, sum);
+                weigh_stored(weights, KR, p, sum);
             }
         }
         if (too_high(sum)) tile_with_maximum(p, w, from, to, b->d, b->dim_v, sum);

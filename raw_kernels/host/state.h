@@ -22,10 +22,16 @@ typedef struct {
     REAL *out;      /* [dv, NR] O', not yet divided by l */
     REAL *top, *l;  /* [NR] m, or -inf where the lane has seen no score above -inf; sum of P */
     REAL *ref;      /* [NR] m log2(e), or 0 there */
+    REAL *low;      /* [NR] what rounding took from ref, where that is more than a weight can stand, else 0 */
     int64_t row;    /* first row */
     int count;      /* rows */
     int unset;      /* some lane has no m yet */
+    int wide;       /* some lane's low is not 0 */
 } panel;
+
+/* Beyond this, half a rounding of ref is no longer small beside 1, and 2^(s log2(e) - ref) of the largest score might be
+ * 0 or infinite.  Such panels go the classic way, tile by tile, with ref + low in place of ref. */
+#define WIDE ((REAL)(sizeof(REAL) == 8 ? 0x1p50 : 0x1p21))
 
 /* Columns of O' are padded to whole register blocks. */
 #define OUT_ROWS(dv) ROUND_UP(dv, KR)
@@ -37,6 +43,7 @@ INLINE void take_state(arena *a, panel *p, int64_t dv)
     p->top = TAKE(a, REAL, NR);
     p->l = TAKE(a, REAL, NR);
     p->ref = TAKE(a, REAL, NR);
+    p->low = TAKE(a, REAL, NR);
 }
 
 /* Panel `index` of the block's rows, and what earlier blocks left of them.  rows: [NR, ld] to work in. */
@@ -47,16 +54,20 @@ NOINLINE void open_state(panel *p, const call *c, int64_t batch, int64_t head, i
     p->count = (int)MIN(NR, b->rows_q - p->row);
     set_lanes(&p->q, b, head, p->row, p->count);
     memset(p->out, 0, OUT_ROWS(b->dim_v) * NR * sizeof(REAL));
-    p->unset = 0;
+    p->unset = p->wide = 0;
     for (int i = 0; i < NR; i++) {
         const REAL lse = i >= p->count ? 0 : b->first ? (REAL)-INFINITY : *entry_at(&b->lse, batch, head, p->row + i);
         const int none = lse == (REAL)-INFINITY;
         const double exact = (double)lse * LOG2E;
         p->top[i] = lse;
         p->ref[i] = none ? 0 : (REAL)exact;
-        /* out stands for weight 2^exact; what rounding took from that goes into l */
-        p->l[i] = none ? 0 : isinf(exact) ? 1 : (REAL)exp2(exact - (double)p->ref[i]);
+        /* out stands for weight 2^exact; what rounding took from that goes into l, or into low */
+        const double rest = none || isinf(exact) ? 0 : sizeof(REAL) == 8 ? fma((double)lse, LOG2E, -exact) : exact - p->ref[i];
+        const int wide = fabs(exact) >= WIDE && isfinite(p->ref[i]);
+        p->low[i] = wide && !none ? (REAL)rest : 0;
+        p->l[i] = none ? 0 : wide ? 1 : (REAL)exp2(rest);
         p->unset |= none;
+        p->wide |= p->low[i] != 0;
     }
     if (b->first) return;
     for (int i = 0; i < p->count; i++) {
@@ -77,23 +88,28 @@ NOINLINE void close_panel(panel *p, const call *c, int64_t batch, int64_t head, 
     const int type = b->final.data ? (int)b->type : TYPE_OF_REAL;
     for (int i = 0; i < p->count; i++) {
         store_row(row_at(to, batch, p->row + i, head), to->step[3], b->dim_v, rows + i * ld, 1, type);
-        *entry_at(&b->lse, batch, head, p->row + i) = (REAL)(((double)p->ref[i] + log2((double)p->l[i])) / LOG2E);
+        *entry_at(&b->lse, batch, head, p->row + i) = (REAL)(((double)p->ref[i] + ((double)p->low[i] + log2((double)p->l[i]))) / LOG2E);
     }
 }
 
 /* Scores s [keys, NR] are there: take their maximum, and bring all that was summed so far to it. */
 NOINLINE void raise_maximum(panel *p, const REAL *s, int64_t keys, int64_t dv)
 {
-    p->unset = 0;
+    p->unset = p->wide = 0;
     for (int j = 0; j < VR; j++) {
         const vec old = load(p->top + j * LANES);
         vec top = old;
         for (int64_t i = 0; i < keys; i++) top = larger(load(s + i * NR + j * LANES), top);
         const ivec none = top == (REAL)-INFINITY, nothing = old == (REAL)-INFINITY;
+        const vec old_ref = load(p->ref + j * LANES), old_low = load(p->low + j * LANES);
         const vec ref = pick(none, splat(0), top * LOG2E);
-        const vec fade = pick(nothing | (top == old), splat(1), exp2_vec(load(p->ref + j * LANES) - ref));
+        const ivec far = ((ref >= WIDE) | (ref <= -WIDE)) & (ref - ref == 0); /* and finite */
+        const vec low = pick(far, fused(top, LOG2E, ref), splat(0));
+        const vec fade = pick(nothing | (top == old), splat(1), exp2_vec((old_ref - ref) + (old_low - low)));
         store(p->top + j * LANES, top);
-        store(p->ref + j * LANES, pick(top == old, load(p->ref + j * LANES), ref));
+        store(p->ref + j * LANES, pick(top == old, old_ref, ref));
+        store(p->low + j * LANES, pick(top == old, old_low, low));
+        p->wide |= any(far);
         store(p->l + j * LANES, load(p->l + j * LANES) * fade);
         for (int64_t c = 0; c < dv; c++) {
             REAL *o = p->out + c * NR + j * LANES;
