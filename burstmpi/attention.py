@@ -69,7 +69,8 @@ class BurstAttention:
         Default head_dim ** -0.5.
     backward : "q", "kv" or "auto"
         What travels in backward; "auto" takes what sends fewer bytes for the shapes at hand.
-    backend : "auto", "numpy" or "reference"
+    backend : "auto", "host", "numpy" or "reference"
+        Who computes inside a rank; "auto" takes compiled C kernels, or NumPy where there is no compiler.
     deadline : float
         Seconds that a wait for other ranks may take before it raises ``DeadlineError``; None takes the environment's
         BURSTMPI_DEADLINE, and without that waits for ever.

@@ -205,8 +205,11 @@ print("finished")
 """
 
 
+# The fastest and the plainest here; the others by -m slow, as each takes half a minute.
 @needs_compiler
-@pytest.mark.parametrize("isa", list(host.ISAS))
+@pytest.mark.parametrize(
+    "isa", [isa if isa in ("amx", "portable") else pytest.param(isa, marks=pytest.mark.slow) for isa in host.ISAS]
+)
 def test_sanitizers_report_nothing(isa, tmp_path):
     if host.missing(isa):
         pytest.skip(f"this CPU has no {', '.join(host.missing(isa))}")

@@ -22,13 +22,14 @@ def tensors(rows, dtype, heads=4, kv_heads=2, d=32, dv=16):
     return make(1, rows, heads, d), make(1, rows, kv_heads, d), make(1, rows, kv_heads, dv), make(1, rows, heads, dv)
 
 
+@pytest.mark.parametrize("backend", ["auto", "numpy"])
 @pytest.mark.parametrize("backward", ["q", "kv"])
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("options", [{}, {"causal": True, "softcap": 2.0, "alibi_slopes": [1.0] * 4}], ids=["full", "rules"])
-def test_workspace_bytes_is_exact(comm, dtype, backward, options):
+def test_workspace_bytes_is_exact(comm, dtype, backward, options, backend):
     rows = 96 + 16 * (comm.rank % 2)
     q, k, v, dout = tensors(rows, dtype)
-    with BurstAttention(comm, layout="contiguous", backward=backward, **options) as attn:
+    with BurstAttention(comm, layout="contiguous", backward=backward, backend=backend, **options) as attn:
         inference = attn.workspace_bytes(q.shape, k.shape, v.shape, dtype, backward=False)
         training = attn.workspace_bytes(q.shape, k.shape, v.shape, dtype)
         tracemalloc.start()
