@@ -2,7 +2,9 @@
 
     python benchmarks/host.py                     # the table
     python benchmarks/host.py --case float32:64:causal --repeats 30
-    python benchmarks/host.py --isa avx2
+    python benchmarks/host.py --isa avx2          # or avx512, amx-split, portable
+    python benchmarks/host.py --rules             # rules, grouped heads, odd head dims
+    python benchmarks/host.py --threads           # two threads beside one
 
 Machines are shared and clocks move: the two are run in turn, again and again, and a figure is the median of the
 ratios of neighbours, never a quotient of two times from different minutes.  Times are CPU times of the process.
@@ -19,7 +21,7 @@ import statistics
 import time
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # its AMX path dies in guests without CPUID leaf 0x1D
 
 import ml_dtypes  # noqa: E402
 import numpy as np  # noqa: E402
@@ -132,7 +134,7 @@ def measure(case, backend, rows, heads, repeats):
     d, causal = int(d), rule == "causal"
     ours = Ours(backend, dtype, d, {"causal": causal}, heads, rows)
     torch = Torch(ours, causal)
-    peak = Peak("avx512" if backend.isa == "amx" else backend.isa, dtype == "float64")
+    peak = Peak("avx512" if backend.isa.startswith("amx") else backend.isa, dtype == "float64")
     ratios, shares, rates = {}, {}, {}
     for way, flops in zip(("forward", "backward"), ours.flops):
         mine, theirs = getattr(ours, way), getattr(torch, way)
@@ -152,6 +154,61 @@ def measure(case, backend, rows, heads, repeats):
     print(f"| {dtype} d {d} {rule} | {cell('forward')} | {cell('backward')} |", flush=True)
 
 
+# Against the causal rate per visible pair, and odd head dims against the next native one.
+RULES = {
+    "window 512": {"causal": True, "window": (512, 0)},
+    "8 documents": {"causal": True, "documents": tuple(range(0, 4097, 512))},
+    "softcap": {"causal": True, "softcap": 30.0},
+    "ALiBi": {"causal": True, "alibi_slopes": (0.5, 0.25, 0.125, 0.0625)},
+}
+
+
+def beside(name, one, two, repeats):
+    """Rate of one over rate of two, forward and backward, run in turn."""
+    cells = []
+    for i, way in enumerate(("forward", "backward")):
+        a, b = getattr(one, way), getattr(two, way)
+        a(), b()
+        ratios = []
+        for _ in range(repeats):
+            ratios.append((one.flops[i] / seconds(a)) / (two.flops[i] / seconds(b)))
+        cells.append(f"{statistics.median(ratios):.2f}")
+    print(f"| {name} | {' | '.join(cells)} |", flush=True)
+
+
+def rules(backend, repeats, dtype="float32"):
+    """What rules, grouped heads, odd head dims and subnormal numbers cost."""
+    print("| rate per visible pair, beside | forward | backward |\n|---|---|---|")
+    causal = Ours(backend, dtype, 64, {"causal": True}, 4, 4096)
+    for name, options in RULES.items():
+        beside(f"{name} / causal", Ours(backend, dtype, 64, options, 4, 4096), causal, repeats)
+    beside("1 key head for 4 / causal", Ours(backend, dtype, 64, {"causal": True}, 4, 4096, kv_heads=1), causal, repeats)
+    for d, native in ((40, 64), (72, 128), (80, 128), (96, 128)):
+        one, two = (Ours(backend, dtype, x, {}, 4, 2048) for x in (d, native))
+        beside(f"d {d} / d {native}", one, two, repeats)
+    tiny = Ours(backend, dtype, 64, {"causal": True}, 4, 4096)
+    for x in (tiny.q, tiny.k, tiny.v, tiny.dout):
+        x *= 1e-39
+    beside("subnormal inputs / causal", tiny, causal, repeats)
+
+
+def threads(repeats):
+    """Two threads against one, by the clock on the wall: needs two idle cores."""
+    for way in ("forward", "backward"):
+        ratios = []
+        pair = [Ours(host.HostBackend(threads=n), "float32", 64, {"causal": True}, 8, 4096) for n in (1, 2)]
+        for x in pair:
+            getattr(x, "forward")(), getattr(x, way)()
+        for _ in range(repeats):
+            times = []
+            for x in pair:
+                start = time.perf_counter()
+                getattr(x, way)()
+                times.append(time.perf_counter() - start)
+            ratios.append(times[0] / times[1])
+        print(f"two threads / one, {way}: median {statistics.median(ratios):.2f}, best {max(ratios):.2f}", flush=True)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", action="append", help="dtype:head_dim:full|causal")
@@ -160,8 +217,16 @@ def main():
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--isa", choices=list(host.ISAS))
     parser.add_argument("--flags", default="", help="more flags for the compiler, such as -DBURST_KEYS_FORWARD=96")
+    parser.add_argument("--rules", action="store_true", help="rules, grouped heads and odd head dims, beside the plain case")
+    parser.add_argument("--threads", action="store_true", help="two threads beside one")
     args = parser.parse_args()
+    if args.isa and not args.isa.startswith("amx"):
+        os.environ["MKL_ENABLE_INSTRUCTIONS"] = "AVX512_E3"  # PyTorch without AMX as well
     backend = host.HostBackend(args.isa, threads=1, extra_flags=args.flags.split())
+    if args.rules:
+        return rules(backend, args.repeats)
+    if args.threads:
+        return threads(args.repeats)
     print(f"{backend.isa}, {args.rows} tokens, {args.heads} heads, one thread, median of {args.repeats}")
     print("| case | fwd / torch | of FMA peak | best GF/s | torch GF/s | bwd / torch | of FMA peak | best GF/s | torch GF/s |")
     print("|---|---|---|---|---|---|---|---|---|")

@@ -79,8 +79,9 @@ def naive(dout, q, k, v, *, narrow=False, **options):
 
     narrow : P and dS are rounded to q's type before they are multiplied, as tensor units want them
 
-    Returns out, lse, dq, dk, dv, and what one rounding of dP costs in dq and dk: with few keys dP - delta cancels,
-    and a lucky naive run says nothing.
+    Returns out, lse, dq, dk, dv, and a floor for the error of out, dq, dk, dv: what one rounding of each weight costs
+    in out and dv, and one of dP in dq and dk.  Where sums cancel, or where the type is the oracle's own, the difference
+    of a naive run from the oracle says nothing.
     """
     acc, own = accumulator(q.dtype), q.dtype
     rules = Rules(**options)
@@ -114,9 +115,11 @@ def naive(dout, q, k, v, *, narrow=False, **options):
     dq = np.matmul(ds, kk.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3)
     dk = fold(np.matmul(ds.swapaxes(2, 3), q.transpose(0, 2, 1, 3)))
     dv = fold(np.matmul(factor(p).swapaxes(2, 3), dt))
-    noise = np.finfo(acc).eps / 2 * scores.scale * rms(dout) * rms(v) * v.shape[3] ** 0.5
-    few = lambda x, axis: noise * float(np.sqrt((p.astype(np.float64) ** 2).sum(axis=axis).mean())) * rms(x)  # noqa: E731
-    return out.transpose(0, 2, 1, 3), lse, dq, dk, dv, (few(k, 3), few(q, 2))
+    ulp = np.finfo(acc).eps / 2
+    noise = ulp * scores.scale * rms(dout) * rms(v) * v.shape[3] ** 0.5
+    spread = lambda axis: float(np.sqrt((p.astype(np.float64) ** 2).sum(axis=axis).mean()))  # noqa: E731
+    floors = (ulp * spread(3) * rms(v), noise * spread(3) * rms(k), noise * spread(2) * rms(q), ulp * spread(2) * rms(dout))
+    return out.transpose(0, 2, 1, 3), lse, dq, dk, dv, floors
 
 
 def exact(dout, q, k, v, **options):

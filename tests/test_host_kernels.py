@@ -34,14 +34,14 @@ def backend(request):
 def run(backend, dout, q, k, v, dtype, factor=2.0, cuts=(), **options):
     """Forward and backward against the oracle; returns what came out."""
     true = kit.exact(dout, q, k, v, **options)
-    same = kit.naive(dout, q, k, v, narrow=backend.isa == "amx" and dtype == "bfloat16", **options)
+    same = kit.naive(dout, q, k, v, narrow=backend.isa.startswith("amx") and dtype == "bfloat16", **options)
     out, lse = kit.forward(backend, q, k, v, cuts=cuts, **options)
     size = kit.rms(true[1])
-    kit.check("out", out, true[0], same[0], dtype, factor, size)
+    kit.check("out", out, true[0], same[0], dtype, factor, size, same[5][0])
     # ln of a sum that was rounded once: an absolute error, however small lse is
     kit.check("lse", lse, true[1], same[1], "float64" if dtype == "float64" else "float32", factor, floor=np.finfo(lse.dtype).eps)
     grads = kit.backward(backend, dout, q, k, v, out, lse, cuts=cuts, **options)
-    for name, got, want, near, floor in zip(("dq", "dk", "dv"), grads, true[2:], same[2:5], (*same[5], 0.0)):
+    for name, got, want, near, floor in zip(("dq", "dk", "dv"), grads, true[2:], same[2:5], same[5][1:]):
         kit.check(name, got, want, near, dtype, factor, size, floor)
     return out, lse, *grads
 
@@ -154,7 +154,7 @@ def test_state_goes_through_rows_that_see_nothing_yet(backend):
     run(backend, dout, q, k, v, "float32", causal=True, window=(30, 0), cuts=(10, 150, 250))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data())
 def test_anything(backend, data):
     draw = data.draw

@@ -33,9 +33,12 @@ BASE_FLAGS = ["-std=gnu11", "-O3", "-fPIC", "-shared", "-ffp-contract=fast", "-f
 _AVX512 = ["-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl", "-mfma", "-mprefer-vector-width=512", "-DBURST_AVX512"]
 _AMX = [*_AVX512, "-mamx-tile", "-mamx-bf16", "-mavx512bf16", "-DBURST_AMX"]
 
-# name: what /proc/cpuinfo must list; fastest first
+_TILES = ("avx512f", "avx512dq", "avx512bw", "avx512vl", "avx2", "fma", "avx512_bf16", "amx_tile", "amx_bf16")
+
+# name: what /proc/cpuinfo must list; the first that a CPU has is taken
 ISAS = {
-    "amx": ("avx512f", "avx512dq", "avx512bw", "avx512vl", "avx2", "fma", "avx512_bf16", "amx_tile", "amx_bf16"),
+    "amx": _TILES,  # bfloat16 on AMX
+    "amx-split": _TILES,  # and float32 as three bfloat16 pieces: where that wins, see docs/host.md
     "avx512": ("avx512f", "avx512dq", "avx512bw", "avx512vl", "avx2", "fma"),
     "avx2": ("avx2", "fma"),
     "portable": (),
@@ -44,7 +47,7 @@ ISAS = {
 # (instruction set, type): the compiler's flags.  Types that are not listed go by their accumulator.
 FLAGS = {
     ("amx", "bfloat16"): [*_AMX, "-DBURST_KEYS_FORWARD=256", "-DBURST_KEYS_BACKWARD=128", "-DBURST_EXP2_DEGREE=5"],
-    ("amx", "float32"): [*_AMX, "-DBURST_PIECES=3"],
+    ("amx", "float32"): [*_AMX, "-DBURST_PIECES=3", "-DBURST_KEYS_FORWARD=192"],
     ("avx512", "float32"): _AVX512,
     ("avx512", "float64"): [*_AVX512, "-DBURST_DOUBLE"],
     ("avx2", "float32"): ["-mavx2", "-mfma", "-DBURST_AVX2"],
@@ -57,8 +60,8 @@ FLAGS = {
 def variant(isa: str, dtype) -> tuple[str, str]:
     """Which key of ``FLAGS`` computes arrays of that type: AMX knows bfloat16 and, by pieces, float32."""
     name = np.dtype(dtype).name
-    if isa == "amx" and name not in ("bfloat16", "float32"):
-        isa = "avx512"
+    if isa in ("amx", "amx-split"):
+        isa = "amx" if name == "bfloat16" or (name == "float32" and isa == "amx-split") else "avx512"
     return (isa, name) if (isa, name) in FLAGS else (isa, "float32")
 
 
@@ -87,13 +90,13 @@ def tiles_permitted() -> bool:
 def missing(isa: str) -> list[str]:
     """What this CPU or system lacks for an instruction set of ``ISAS``."""
     lacks = sorted(set(ISAS[isa]) - cpu_flags())
-    if isa == "amx" and not lacks and not tiles_permitted():
+    if ISAS[isa] is _TILES and not lacks and not tiles_permitted():
         lacks = ["permission for tile registers"]
     return lacks
 
 
 def available() -> list[str]:
-    """Instruction sets that this CPU runs, fastest first."""
+    """Instruction sets that this CPU runs, the best guess first."""
     return [isa for isa in ISAS if not missing(isa)]
 
 
@@ -195,7 +198,7 @@ class HostBackend(NumpyBackend):
 
     Parameters
     ----------
-    isa : a key of ``ISAS``; None takes BURSTMPI_ISA, else the fastest that this CPU has
+    isa : a key of ``ISAS``; None takes BURSTMPI_ISA, else the first that this CPU has
     threads : None takes ``threads_here()``
     extra_flags : for the compiler (sanitizers, tile sizes)
 

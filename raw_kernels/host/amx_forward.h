@@ -49,22 +49,35 @@ INLINE pairs_of columns_of(const void *panel, int64_t n)
     return (pairs_of){panel, NR, padded / 2 * NR};
 }
 
-/* P = 2^(factor s - m) of `keys` keys, as pairs of keys, and their sums */
-NOINLINE void weigh(const float *s, int64_t keys, float factor, const panel *state, uint32_t *pairs, int64_t plane,
-                    vec *sum)
+/* P = 2^(factor s - m) of `keys` keys, as pairs of keys, and their sums; low only counts where the panel is wide */
+INLINE void weigh_any(const float *s, int64_t keys, float factor, const panel *state, uint32_t *pairs, int64_t plane,
+                      vec *sum, const int wide)
 {
     for (int j = 0; j < VR; j++) {
-        const vec m = load(state->ref + j * LANES), low = load(state->low + j * LANES);
+        const vec m = load(state->ref + j * LANES), low = wide ? load(state->low + j * LANES) : zero();
         vec even = zero(), odd = zero();
         for (int64_t i = 0; i < keys; i += 2) {
-            const vec a = exp2_vec(fused(load(s + i * NR + j * LANES), factor, m) - low);
-            const vec b = exp2_vec(fused(load(s + (i + 1) * NR + j * LANES), factor, m) - low);
+            const vec x = fused(load(s + i * NR + j * LANES), factor, m);
+            const vec y = fused(load(s + (i + 1) * NR + j * LANES), factor, m);
+            const vec a = exp2_vec(wide ? x - low : x), b = exp2_vec(wide ? y - low : y);
             even += a;
             odd += b;
             put_pair(pairs + i / 2 * NR + j * LANES, plane, a, b);
         }
         sum[j] += even + odd;
     }
+}
+
+NOINLINE void weigh(const float *s, int64_t keys, float factor, const panel *state, uint32_t *pairs, int64_t plane,
+                    vec *sum)
+{
+    weigh_any(s, keys, factor, state, pairs, plane, sum, 0);
+}
+
+NOINLINE void weigh_wide(const float *s, int64_t keys, float factor, const panel *state, uint32_t *pairs, int64_t plane,
+                         vec *sum)
+{
+    weigh_any(s, keys, factor, state, pairs, plane, sum, 1);
 }
 
 /* Scores of a block, bent and masked. */
@@ -86,7 +99,7 @@ NOINLINE void tile_with_maximum(panel *p, forward_room *w, int64_t from, int64_t
         score_any(&w->tile, block, &p->q, p->query, b, &w->how, w->s + (block - from) * KR * NR, NULL);
     raise_maximum(p, w->s, keys, b->dim_v);
     UNROLL for (int j = 0; j < VR; j++) sum[j] = zero();
-    weigh(w->s, keys, LOG2E, p, w->p, w->plane, sum);
+    (p->wide ? weigh_wide : weigh)(w->s, keys, LOG2E, p, w->p, w->plane, sum);
 }
 
 /* Pair by pair: see scores.h. */

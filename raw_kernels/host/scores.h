@@ -30,9 +30,17 @@ INLINE enum sight sight_of(const lanes *q, INT pos_min, INT pos_max)
     return pos_min >= q->lo_max && pos_max < q->hi_min ? FULL : CUT;
 }
 
-INLINE ivec sees(const lanes *q, int j, INT pos)
+/* x in the lanes that see the key at pos, other elsewhere */
+INLINE vec if_seen(const lanes *q, int j, INT pos, vec x, vec other)
 {
-    return (loadi(q->lo + j * LANES) <= pos) & (loadi(q->hi + j * LANES) > pos);
+    const ivec lo = loadi(q->lo + j * LANES), hi = loadi(q->hi + j * LANES);
+#if defined(BURST_AVX512) && !defined(BURST_DOUBLE)
+    const __m512i at = _mm512_set1_epi32(pos);
+    const __mmask16 seen = _mm512_mask_cmpgt_epi32_mask(_mm512_cmple_epi32_mask((__m512i)lo, at), (__m512i)hi, at);
+    return (vec)_mm512_mask_blend_ps(seen, (__m512)other, (__m512)x);
+#else
+    return pick((lo <= pos) & (hi > pos), x, other);
+#endif
 }
 
 INLINE vec to_real(ivec x) { return __builtin_convertvector(x, vec); }
@@ -56,7 +64,7 @@ NOINLINE void bend_block(REAL *s,         /* [KR, NR] */
                 const vec apart = to_real(loadi(q->at + j * LANES) - pos[i]);
                 x -= q->slope * pick(apart < 0, -apart, apart);
             }
-            if (cut) x = i < live ? pick(sees(q, j, pos[i]), x, splat((REAL)-INFINITY)) : splat((REAL)-INFINITY);
+            if (cut) x = i < live ? if_seen(q, j, pos[i], x, splat((REAL)-INFINITY)) : splat((REAL)-INFINITY);
             store(at, x);
         }
 }
@@ -67,7 +75,7 @@ NOINLINE void hide_block(REAL *x, const lanes *q, const INT *pos, int live)
     for (int i = 0; i < KR; i++)
         UNROLL for (int j = 0; j < VR; j++) {
             REAL *at = x + i * NR + j * LANES;
-            store(at, i < live ? pick(sees(q, j, pos[i]), load(at), zero()) : zero());
+            store(at, i < live ? if_seen(q, j, pos[i], load(at), zero()) : zero());
         }
 }
 

@@ -6,7 +6,7 @@
 #include "tile.h"
 
 #ifndef BURST_KEYS_FORWARD
-#define BURST_KEYS_FORWARD 192
+#define BURST_KEYS_FORWARD 96
 #endif
 #ifndef BURST_KEYS_BACKWARD
 #define BURST_KEYS_BACKWARD 96 /* the unit in which tiles are counted */

@@ -77,8 +77,17 @@ INLINE vec zero(void) { return (vec){0}; }
 
 /* where ? a : b; where is all ones or all zeros in each lane */
 INLINE vec pick(ivec where, vec a, vec b) { return (vec)((where & (ivec)a) | (~where & (ivec)b)); }
-/* The larger; a NaN in a is passed over. */
-INLINE vec larger(vec a, vec b) { return pick(a > b, a, b); }
+/* The larger; a NaN in a is passed over (as x86's max does with its first operand). */
+INLINE vec larger(vec a, vec b)
+{
+#if defined(BURST_AVX512) && !defined(BURST_DOUBLE)
+    return (vec)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(BURST_AVX512)
+    return (vec)_mm512_max_pd((__m512d)a, (__m512d)b);
+#else
+    return pick(a > b, a, b);
+#endif
+}
 
 /* a b - c, rounded once.  Contraction is the compiler's choice; where a b and c cancel it must not be. */
 INLINE vec fused(vec a, REAL b, vec c)
