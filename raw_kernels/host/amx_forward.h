@@ -50,16 +50,21 @@ INLINE pairs_of columns_of(const void *panel, int64_t n)
 }
 
 /* P = 2^(factor s - m) of `keys` keys, as pairs of keys, and their sums; low only counts where the panel is wide */
-INLINE void weigh_any(const float *s, int64_t keys, float factor, const panel *state, uint32_t *pairs, int64_t plane,
+INLINE void weigh_panel(const float *s, int64_t keys, float factor, const panel *state, uint32_t *pairs, int64_t plane,
                       vec *sum, const int wide)
 {
     for (int j = 0; j < VR; j++) {
         const vec m = load(state->ref + j * LANES), low = wide ? load(state->low + j * LANES) : zero();
         vec even = zero(), odd = zero();
         for (int64_t i = 0; i < keys; i += 2) {
-            const vec x = fused(load(s + i * NR + j * LANES), factor, m);
-            const vec y = fused(load(s + (i + 1) * NR + j * LANES), factor, m);
-            const vec a = exp2_vec(wide ? x - low : x), b = exp2_vec(wide ? y - low : y);
+            vec a = fused(load(s + i * NR + j * LANES), factor, m);
+            vec b = fused(load(s + (i + 1) * NR + j * LANES), factor, m);
+            if (wide) {
+                a -= low;
+                b -= low;
+            }
+            a = exp2_vec(a);
+            b = exp2_vec(b);
             even += a;
             odd += b;
             put_pair(pairs + i / 2 * NR + j * LANES, plane, a, b);
@@ -71,13 +76,13 @@ INLINE void weigh_any(const float *s, int64_t keys, float factor, const panel *s
 NOINLINE void weigh(const float *s, int64_t keys, float factor, const panel *state, uint32_t *pairs, int64_t plane,
                     vec *sum)
 {
-    weigh_any(s, keys, factor, state, pairs, plane, sum, 0);
+    weigh_panel(s, keys, factor, state, pairs, plane, sum, 0);
 }
 
 NOINLINE void weigh_wide(const float *s, int64_t keys, float factor, const panel *state, uint32_t *pairs, int64_t plane,
                          vec *sum)
 {
-    weigh_any(s, keys, factor, state, pairs, plane, sum, 1);
+    weigh_panel(s, keys, factor, state, pairs, plane, sum, 1);
 }
 
 /* Scores of a block, bent and masked. */

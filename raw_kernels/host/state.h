@@ -31,7 +31,7 @@ typedef struct {
 
 /* Beyond this, half a rounding of ref is no longer small beside 1, and 2^(s log2(e) - ref) of the largest score might be
  * 0 or infinite.  Such panels go the classic way, tile by tile, with ref + low in place of ref. */
-#define WIDE ((REAL)(sizeof(REAL) == 8 ? 0x1p50 : 0x1p21))
+#define FAR_SCORE ((REAL)(sizeof(REAL) == 8 ? 0x1p50 : 0x1p21))
 
 /* Columns of O' are padded to whole register blocks. */
 #define OUT_ROWS(dv) ROUND_UP(dv, KR)
@@ -63,7 +63,7 @@ NOINLINE void open_state(panel *p, const call *c, int64_t batch, int64_t head, i
         p->ref[i] = none ? 0 : (REAL)exact;
         /* out stands for weight 2^exact; what rounding took from that goes into l, or into low */
         const double rest = none || isinf(exact) ? 0 : sizeof(REAL) == 8 ? fma((double)lse, LOG2E, -exact) : exact - p->ref[i];
-        const int wide = fabs(exact) >= WIDE && isfinite(p->ref[i]);
+        const int wide = fabs(exact) >= FAR_SCORE && isfinite(p->ref[i]);
         p->low[i] = wide && !none ? (REAL)rest : 0;
         p->l[i] = none ? 0 : wide ? 1 : (REAL)exp2(rest);
         p->unset |= none;
@@ -103,7 +103,7 @@ NOINLINE void raise_maximum(panel *p, const REAL *s, int64_t keys, int64_t dv)
         const ivec none = top == (REAL)-INFINITY, nothing = old == (REAL)-INFINITY;
         const vec old_ref = load(p->ref + j * LANES), old_low = load(p->low + j * LANES);
         const vec ref = pick(none, splat(0), top * LOG2E);
-        const ivec far = ((ref >= WIDE) | (ref <= -WIDE)) & (ref - ref == 0); /* and finite */
+        const ivec far = ((ref >= FAR_SCORE) | (ref <= -FAR_SCORE)) & (ref - ref == 0); /* and finite */
         const vec low = pick(far, fused(top, LOG2E, ref), splat(0));
         const vec fade = pick(nothing | (top == old), splat(1), exp2_vec((old_ref - ref) + (old_low - low)));
         store(p->top + j * LANES, top);
