@@ -262,3 +262,15 @@ def test_nothing_is_computed_from_empty_blocks():
     final = np.full(q.shape, np.nan, np.float32)
     backend.attend(q, k, k, out, lse, work, first=True, final=final)
     assert (final == 0).all() and np.isneginf(lse).all()
+
+
+@needs_compiler
+@pytest.mark.parametrize("which", list(host.FLAGS), ids="-".join)
+def test_no_variant_has_a_warning(which):
+    if host.missing(which[0]):
+        pytest.skip(f"this CPU has no {', '.join(host.missing(which[0]))}")
+    source = host._sources() / "attend.c"
+    flags = [flag for flag in (*host.BASE_FLAGS, *host.FLAGS[which]) if flag not in ("-O3", "-shared")]
+    command = [*compile.compiler(), *flags, "-Wall", "-Wextra", "-Werror", "-fopenmp", "-fsyntax-only", str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
