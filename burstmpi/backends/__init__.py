@@ -28,7 +28,8 @@ def choose(name: str) -> Backend:
         try:
             return HostBackend()
         except BuildError as error:
-            warnings.warn(f"burstmpi: compiled kernels are not available, NumPy serves, many times slower: {error}", RuntimeWarning, stacklevel=2)
+            text = f"burstmpi: compiled kernels are not available, NumPy serves, many times slower: {error}"
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
             return NumpyBackend()
     try:
         return BACKENDS[name]()

@@ -12,7 +12,6 @@ this user and be writable by nobody else, and the digest must be right.
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import hashlib
 import os
 import platform
@@ -24,9 +23,15 @@ import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 
+try:
+    import fcntl
+except ImportError:  # no such locks here: all processes compile, and the last rename stays
+    fcntl = None
+
 __all__ = ["BuildError", "cache_folder", "compiler", "load"]
 
 MAGIC = b"burstmpi"
+NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
 TRAILER = 32 + len(MAGIC)  # sha256 of all before it, then the magic
 
 
@@ -72,8 +77,9 @@ def cache_folder() -> Path:
 
 def _foreign(state) -> str | None:
     """What is wrong with the owner or the rights of a file or folder, or None."""
-    if state.st_uid != os.geteuid():
-        return f"belongs to user {state.st_uid}, not to {os.geteuid()}"
+    me = os.geteuid() if hasattr(os, "geteuid") else state.st_uid
+    if state.st_uid != me:
+        return f"belongs to user {state.st_uid}, not to {me}"
     if state.st_mode & 0o022:
         return f"others may write to it (mode {stat.S_IMODE(state.st_mode):o})"
     return None
@@ -112,7 +118,7 @@ def _key(main: Path, flags, command) -> str:
 def _sound(path: Path) -> bool:
     """Whether a cached file is this user's own, whole and unchanged."""
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        handle = os.open(path, os.O_RDONLY | NOFOLLOW)
     except OSError:
         return False
     with os.fdopen(handle, "rb") as file:
@@ -127,9 +133,10 @@ def _sound(path: Path) -> bool:
 @contextmanager
 def _alone(path: Path):
     """Let one process at a time in; a file system without locks lets all in, which is only slower."""
-    with open(os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "wb") as lock:
+    with open(os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | NOFOLLOW, 0o600), "wb") as lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            if fcntl:
+                fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError:
             pass
         yield
