@@ -9,11 +9,14 @@ import pytest
 
 from burstmpi.backends.host import ISAS, HostBackend, missing
 
-torch = pytest.importorskip("torch", reason="torch is not installed", exc_type=ImportError)
+pytestmark = pytest.mark.peer
 
 
 def torch_run(dout, q, k, v, causal):
     """out, dq, dk, dv of scaled_dot_product_attention, as float64."""
+    import torch  # not above: the tests on many ranks collect this file too
+
+    torch.set_num_threads(1)
 
     def tensor(x):
         x = np.ascontiguousarray(x.transpose(0, 2, 1, 3))
@@ -34,7 +37,6 @@ def test_float32_error_beside_torch(isa, causal, gain):
     lacks = missing(isa)
     if lacks:
         pytest.skip(f"this CPU has no {', '.join(lacks)}")
-    torch.set_num_threads(1)
     rng = np.random.default_rng(gain)
     q, k, v, dout = kit.arrays(rng, 1, 512, 512, 4, 4, 64, 64, "float32", gain)
     true = kit.exact(dout, q, k, v, causal=causal)

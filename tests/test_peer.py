@@ -3,8 +3,6 @@
 PyTorch has no softcap, no lse, and NaN where a query sees nothing; all else of the rules goes in as a mask or a bias.
 """
 
-import os
-
 import numpy as np
 import pytest
 from support import naive, problem, rules, run, truth
@@ -14,9 +12,6 @@ from burstmpi.backends import reference
 from burstmpi.rules import Rules
 
 pytestmark = [pytest.mark.peer, pytest.mark.mpi(ranks=(1, 3))]
-
-# On some virtual machines PyTorch's AMX code ends in an illegal instruction; ours is not asked here.
-os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 RULES = [name for name, options in rules(8, 8, 4).items() if "softcap" not in options]
 RESULTS = ("out", "dq", "dk", "dv")
