@@ -136,7 +136,7 @@ class BurstAttention:
                 **self._rules.describe(),
                 "layout": names,
                 "backward": backward,
-                "backend": self._backend.name,
+                "backend": backend,  # what "auto" finds may differ: a node with no compiler computes in NumPy
                 "deadline": wait,
             }
         except Exception as error:

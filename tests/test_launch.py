@@ -54,3 +54,14 @@ def test_lazy_backend(comm, layout, options, dtype, backward):
         attn._backend = lazy = LazyBackend()
         check(run(attn, p), truth(p, options))
     assert lazy.launched and all(work.finished for work in lazy.launched)
+
+
+def test_backends_may_differ_between_ranks(comm, monkeypatch):
+    """A node without a compiler: "auto" is NumPy there and compiled C elsewhere, and the parcels are the same."""
+    if comm.rank == 0:
+        monkeypatch.setattr("burstmpi.backends.choose", lambda name: NumpyBackend())
+    for dtype in ("float32", "bfloat16"):
+        p = problem(30, dtype=dtype)
+        with BurstAttention(comm, causal=True) as attn:
+            check(run(attn, p), truth(p, {"causal": True}))
+            assert comm.rank > 0 or attn.stats.backend == "numpy"
