@@ -83,7 +83,7 @@ def naive(p: Problem, options, work, stored=None, seed=None, wobble=0):
     ----------
     stored : the type in which out is kept between forward and backward; ``work`` where not given
     seed : sum over queries and keys in another order, drawn from this seed
-    wobble : shake each input, and the lse that is kept for backward, by a random relative error of at most this
+    wobble : shake each input, and each lse that is kept on the way, by a random relative error of at most this
 
     Returns
     -------
@@ -114,6 +114,12 @@ def naive(p: Problem, options, work, stored=None, seed=None, wobble=0):
     w = e / np.where(total == 0, work(1), total)
     with np.errstate(divide="ignore"):
         lse = (top + np.log(total))[..., 0]
+    if wobble:
+        # Keys may come in two blocks: the lse of each is kept, rounded, until they are put together.
+        size = np.abs(np.where(lse == -np.inf, 0, lse))[..., None]
+        shares = 1 + work(wobble) * size * rng.uniform(-1, 1, (*lse.shape, 2)).astype(work)
+        w = w * shares[..., rng.integers(0, 2, nk)]
+        w = w / np.where(total == 0, work(1), w.sum(axis=-1, keepdims=True))
     out = w @ v
     # Backward has what forward kept: out in the stored type, and lse, from which the weights come again.
     w = np.exp(s - np.where(lse == -np.inf, work(np.inf), shaken(lse))[..., None])
