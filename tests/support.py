@@ -151,7 +151,7 @@ def truth(p: Problem, options, tries=3) -> Truth:
     several orders of summation, and exact runs whose inputs and lse are shaken by one rounding, which tell how ill-conditioned
     the problem is (a naive run of a handful of numbers may be lucky).  Three times the worst of them is allowed.
     Where a result is a difference that cancels altogether (one key: dq = 0) all of them are lucky; there the rounding
-    of its terms, dout . v, is allowed.
+    of its terms is allowed: dout . v for gradients, the maximum and the logarithm for lse.
     """
     dtype = p.q.dtype
     wide, narrow = (np.longdouble, np.float64) if dtype == np.float64 else (np.float64, np.float32)
@@ -160,6 +160,8 @@ def truth(p: Problem, options, tries=3) -> Truth:
     runs = [naive(p, options, narrow, stored=dtype, seed=seed) for seed in range(tries)]
     runs += [naive(p, options, wide, seed=seed, wobble=rounding) for seed in range(tries)]
     terms = dict.fromkeys(NAMES, 0.0)
+    # lse = m + ln(sum), which may cancel; the sum is at most the number of keys.
+    terms["lse"] = np.abs(exact[1][np.isfinite(exact[1])]).max(initial=0) + np.log(max(p.k.shape[1], 1))
     if p.q.size and p.k.size:
         reach = lambda x: np.abs(x.astype(wide)).max()  # noqa: E731
         spread = reach(p.dout) * reach(p.v) * np.sqrt(p.v.shape[3]) * Rules(**options).scores(p.q.shape[3]).scale

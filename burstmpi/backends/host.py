@@ -46,7 +46,7 @@ ISAS = {
 
 # (instruction set, type): the compiler's flags.  Types that are not listed go by their accumulator.
 FLAGS = {
-    ("amx", "bfloat16"): [*_AMX, "-DBURST_KEYS_FORWARD=256", "-DBURST_KEYS_BACKWARD=128", "-DBURST_EXP2_DEGREE=5"],
+    ("amx", "bfloat16"): [*_AMX, "-DBURST_KEYS_FORWARD=256", "-DBURST_KEYS_BACKWARD=128"],
     ("amx", "float32"): [*_AMX, "-DBURST_PIECES=3", "-DBURST_KEYS_FORWARD=192"],
     ("avx512", "float32"): _AVX512,
     ("avx512", "float64"): [*_AVX512, "-DBURST_DOUBLE"],
