@@ -408,30 +408,44 @@ class BurstAttention:
 
     def _agree(self, call, arrays, results) -> Plan:
         """Check this rank's arrays, ask the others, and find or make the plan; allocate what is missing."""
-        ring = self._start(call)
-        problem, dims, rows, key = None, None, (0, 0), None
-        common = {"call": call}
-        try:
-            dims, rows = self._check(arrays, results)
-            key = (dims, rows)
-            common |= dims.describe()
-        except Exception as error:
-            problem = error
-        plan = self._plans.pop(key, None)
-        if plan is not None:
-            self._plans[key] = plan  # the last one used is the last one dropped
-        fits = plan is not None and self._fits(plan.nbytes(call))
-        with self._guard():
-            known, ready = ring.agreed(common, plan.number if plan else 0, fits, problem is None)
-        if not known:
-            plan = self._plan(common, dims, rows, key, problem)
-        if not (known and ready):
+        self._start(call)
+        plan, ready = self._meet({"call": call}, lambda: self._check(arrays, results), call)
+        if not ready:
             self._reserve(plan.nbytes(call))
         with self._guard():
             for name, (shape, dtype) in plan.results(call).items():
                 if results[name] is None:
                     results[name] = np.empty(shape, dtype)
         return plan
+
+    def _meet(self, common, look, call=None) -> tuple[Plan, bool]:
+        """Ask the others what they say, and find or make the plan for it; collective.
+
+        Parameters
+        ----------
+        look : gives (Dims, (rows of queries, rows of keys)) of this rank, or raises what is wrong
+        call : the call for which the workspace is wanted, or None
+
+        Returns
+        -------
+        plan, and whether every rank knew it and has the workspace already
+        """
+        problem, dims, rows, key = None, None, (0, 0), None
+        try:
+            dims, rows = look()
+            key = (dims, rows)
+            common |= dims.describe()
+        except Exception as error:  # whatever it is, the other ranks must hear of it
+            problem = error
+        plan = self._plans.pop(key, None)
+        if plan is not None:
+            self._plans[key] = plan  # the last one used is the last one dropped
+        fits = plan is not None and (call is None or self._fits(plan.nbytes(call)))
+        with self._guard():
+            known, ready = self._ring.agreed(common, plan.number if plan else 0, fits, problem is None)
+        if not known:
+            plan = self._plan(common, dims, rows, key, problem)
+        return plan, known and ready
 
     def _check(self, arrays, results):
         """Look at this rank's arrays: (Dims, (rows of queries, rows of keys)), or raise."""
@@ -508,23 +522,14 @@ class BurstAttention:
         Exactly what the first such call allocates and later ones reuse.  Results (out, lse, dq, dk, dv) are not
         among it: they are the caller's, new ones or given buffers.
         """
-        ring = self._start("workspace_bytes")
-        problem, dims, rows, key = None, None, (0, 0), None
-        common = {"call": "workspace_bytes", "backward": backward}
-        try:
+        self._start("workspace_bytes")
+
+        def look():
             checks.flag("backward", backward)
             checks.shapes(q, k, v)
-            dims = self._dims(q, k, v, checks.element_type("dtype", dtype))
-            rows = (q[1], k[1])
-            key = (dims, rows)
-            common |= dims.describe()
-        except Exception as error:
-            problem = error
-        plan = self._plans.get(key)
-        with self._guard():
-            known, _ = ring.agreed(common, plan.number if plan else 0, True, problem is None)
-        if not known:
-            plan = self._plan(common, dims, rows, key, problem)
+            return self._dims(q, k, v, checks.element_type("dtype", dtype)), (q[1], k[1])
+
+        plan, _ = self._meet({"call": "workspace_bytes", "backward": backward}, look)
         nbytes = max(plan.nbytes("forward"), plan.nbytes("backward") if backward else 0)
         return nbytes + (self._backend.slack if nbytes else 0)
 
