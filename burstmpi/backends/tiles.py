@@ -1,0 +1,69 @@
+"""The one table of tile shapes: (architecture, type, head dims, direction) → rows, warps, stages.
+
+A GPU kernel gets its shape by ``-D``; what it needs of shared memory is told here and checked by a static_assert there,
+so that a shape that does not fit fails when it is compiled.  docs/kernels.md derives the choices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+__all__ = ["ARCHITECTURES", "HEAD_DIMS", "SHARED_LIMIT", "Tile", "architecture", "padded"]
+
+HEAD_DIMS = (32, 64, 96, 128, 192, 256)  # native; others are filled up with zeros in shared memory
+
+# Opt-in shared memory of one block of threads, in bytes.
+SHARED_LIMIT = {
+    "75": 64 << 10,
+    "80": 163 << 10,
+    "86": 99 << 10,
+    "89": 99 << 10,
+    "90": 227 << 10,
+    "100": 227 << 10,
+    "120": 99 << 10,
+}
+ARCHITECTURES = tuple(SHARED_LIMIT)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The shape of one kernel."""
+
+    queries: int  # rows of a tile of queries
+    keys: int  # rows of a tile of keys
+    warps: int
+    stages: int  # of the copies from global to shared memory
+    shared: int  # bytes of shared memory; the kernel's own sum must be the same
+    extra: dict = field(default_factory=dict, hash=False)  # further -D
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+
+def architecture(capability: str) -> str:
+    """Give the architecture whose entry serves a compute capability such as "80" or "87".
+
+    Raises
+    ------
+    ValueError
+        Older than the oldest.
+    """
+    known = [a for a in ARCHITECTURES if int(a) <= int(capability)]
+    if not known:
+        raise ValueError(f"GPU: compute capability {capability} is too old, sm_{ARCHITECTURES[0]} or newer is needed")
+    # sm_87 is an sm_86 with more shared memory, sm_103 an sm_100, sm_121 an sm_120: the next older one fits
+    return known[-1]
+
+
+def padded(d: int) -> int:
+    """Give the native head dim that a head dim is filled up to.
+
+    Raises
+    ------
+    ValueError
+        Not a multiple of 8, or above 256.
+    """
+    if d % 8 or not 0 < d <= HEAD_DIMS[-1]:
+        raise ValueError(f"head dim: must be a multiple of 8 up to {HEAD_DIMS[-1]} on a GPU, got {d}")
+    return next(native for native in HEAD_DIMS if native >= d)

@@ -1,0 +1,100 @@
+/* Looks over positions and intervals before a kernel of attention: reach and extent of each tile, and the order of work.
+ *
+ *   survey_queries   a warp a tile of queries   lo, hi  -> reach     (sight.cuh)
+ *   survey_keys      a warp a tile of keys      pos     -> extent
+ *   survey_order     a warp a tile              reach, extent -> order: the tiles with most to do first
+ *
+ * Integers only: one build serves all types.
+ */
+#define TYPE 1
+#include "sight.cuh"
+
+#define WARPS 8 /* of a block of these kernels */
+
+DEVICE int warp_min(int x)
+{
+    UNROLL for (int s = 16; s; s >>= 1) x = min(x, __shfl_xor_sync(~0u, x, s));
+    return x;
+}
+
+DEVICE int warp_max(int x)
+{
+    UNROLL for (int s = 16; s; s >>= 1) x = max(x, __shfl_xor_sync(~0u, x, s));
+    return x;
+}
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS) survey_queries(const __grid_constant__ Block block)
+{
+    const int tile = blockIdx.x * WARPS + threadIdx.x / 32, lane = threadIdx.x & 31;
+    if (tile >= block.tiles_q) return;
+    int4 reach = {2147483647, -2147483647 - 1, -2147483647 - 1, 2147483647};
+    for (int i = lane; i < block.tile_q; i += 32) {
+        const int row = tile * block.tile_q + i;
+        if (row < block.rows_q) {
+            const int lo = block.lo[row], hi = block.hi[row];
+            if (lo < hi) reach.x = min(reach.x, lo), reach.y = max(reach.y, hi);
+            reach.z = max(reach.z, lo), reach.w = min(reach.w, hi);
+        }
+    }
+    reach = {warp_min(reach.x), warp_max(reach.y), warp_max(reach.z), warp_min(reach.w)};
+    if (lane == 0) block.reach[tile] = reach;
+}
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS) survey_keys(const __grid_constant__ Block block)
+{
+    const int tile = blockIdx.x * WARPS + threadIdx.x / 32, lane = threadIdx.x & 31;
+    if (tile >= block.tiles_k) return;
+    int2 extent = {2147483647, -2147483647 - 1};
+    for (int i = lane; i < block.tile_k; i += 32) {
+        const int row = tile * block.tile_k + i;
+        if (row < block.rows_k) {
+            const int pos = block.pos[row];
+            extent.x = min(extent.x, pos), extent.y = max(extent.y, pos);
+        }
+    }
+    extent = {warp_min(extent.x), warp_max(extent.y)};
+    if (lane == 0) block.extent[tile] = extent;
+}
+
+/* How many tiles a tile has to do. */
+DEVICE int weight(const Block &block, int tile, bool queries, int lane)
+{
+    int count = 0;
+    if (queries) {
+        const int4 reach = block.reach[tile];
+        for (int t = lane; t < block.tiles_k; t += 32) count += tile_visible(reach, block.extent[t]);
+    } else {
+        const int2 extent = block.extent[tile];
+        for (int t = lane; t < block.tiles_q; t += 32) count += tile_visible(block.reach[t], extent);
+    }
+    UNROLL for (int s = 16; s; s >>= 1) count += __shfl_xor_sync(~0u, count, s);
+    return count;
+}
+
+/* weights[tile]: as many tiles as it must see.  A warp a tile. */
+extern "C" __global__ void __launch_bounds__(32 * WARPS)
+    survey_weights(const __grid_constant__ Block block, int *weights, int queries)
+{
+    const int tile = blockIdx.x * WARPS + threadIdx.x / 32, lane = threadIdx.x & 31;
+    if (tile >= (queries ? block.tiles_q : block.tiles_k)) return;
+    const int mine = weight(block, tile, queries, lane);
+    if (lane == 0) weights[tile] = mine;
+}
+
+/* order[rank of a tile] = tile; the rank is the number of tiles that come before it: heavier ones, and equal later ones
+ * (of a causal mask the last rows are the heaviest, and a full one is walked from its end).  A warp a tile. */
+extern "C" __global__ void __launch_bounds__(32 * WARPS)
+    survey_order(const __grid_constant__ Block block, const int *weights, int queries)
+{
+    const int tile = blockIdx.x * WARPS + threadIdx.x / 32, lane = threadIdx.x & 31;
+    const int tiles = queries ? block.tiles_q : block.tiles_k;
+    if (tile >= tiles) return;
+    const int mine = weights[tile];
+    int before = 0;
+    for (int t = lane; t < tiles; t += 32) {
+        const int other = weights[t];
+        before += other > mine || (other == mine && t > tile);
+    }
+    UNROLL for (int s = 16; s; s >>= 1) before += __shfl_xor_sync(~0u, before, s);
+    if (lane == 0) block.order[before] = tile;
+}
