@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["ARCHITECTURES", "HEAD_DIMS", "SHARED_LIMIT", "Tile", "architecture", "padded"]
+__all__ = ["ARCHITECTURES", "HEAD_DIMS", "Kernel", "SHARED_LIMIT", "Tile", "architecture", "padded"]
 
 HEAD_DIMS = (32, 64, 96, 128, 192, 256)  # native; others are filled up with zeros in shared memory
 
@@ -67,3 +67,12 @@ def padded(d: int) -> int:
     if d % 8 or not 0 < d <= HEAD_DIMS[-1]:
         raise ValueError(f"head dim: must be a multiple of 8 up to {HEAD_DIMS[-1]} on a GPU, got {d}")
     return next(native for native in HEAD_DIMS if native >= d)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel family with one shape: raw_kernels/<source>.cu, compiled with these -D."""
+
+    source: str
+    tile: Tile
+    defines: dict = field(hash=False)
