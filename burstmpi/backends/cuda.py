@@ -61,20 +61,93 @@ class CudaBackend:
     ----------
     deterministic : bool
         Whether the same call gives the same bits: dQ by a kernel of its own in place of atomic sums.
+    splits : int or None
+        Parts that the keys of a block are cut into in forward; None cuts them where the device would not be filled.
     """
 
     name = "cuda"
     slack = 0
 
-    def __init__(self, *, deterministic: bool = False):
+    def __init__(self, *, deterministic: bool = False, splits: int | None = None):
         import cupy
 
         self._cupy = cupy
-        self.deterministic = deterministic
+        self.deterministic, self.splits = deterministic, splits
         device = cupy.cuda.Device()
         self.arch = tiles.architecture(device.compute_capability)
         self.processors = device.attributes["MultiProcessorCount"]
+        self.cache_bytes = device.attributes["L2CacheSize"]
         self._modules = Modules(cupy)
+        self._kept: dict[tuple, object] = {}
+
+    # ------------------------------------------------------------ memory
+
+    def allocate(self, nbytes: int):
+        """Give bytes of the device, by cudaMalloc itself: memory of a pool breaks CUDA's sharing between processes."""
+        memory = self._cupy.cuda.Memory(nbytes)
+        return self._cupy.ndarray((nbytes,), np.uint8, self._cupy.cuda.MemoryPointer(memory, 0))
+
+    def view(self, buffer, offset: int, shape, dtype):
+        """See a part of such a buffer as an array."""
+        return self._cupy.ndarray(tuple(shape), np.dtype(dtype), buffer.data + offset)
+
+    # ------------------------------------------------------------ sizes
+
+    def scratch_bytes(self, dims: Dims, scores: Scores, rows_q: int, rows_k: int, backward: bool) -> int:
+        """What the kernels of a block keep in global memory: a few numbers a tile, and sums on their way."""
+        name, d, dv = dims.dtype.name, dims.d, dims.dv
+        self._slopes(scores, dims.accumulator)  # before anything is sent
+        if not backward:
+            tile = tiles.forward(self.arch, name, d, dv).tile
+            work = self._split_bytes(dims, tile, rows_q, rows_k)
+            return self._room(tile, rows_q, rows_k, work).nbytes
+        kernel = tiles.backward(self.arch, name, d, dv)
+        work = kernel.work(dims.batch, dims.heads, rows_q, not self.deterministic)
+        nbytes = self._room(kernel.tile, rows_q, rows_k, work).nbytes
+        if self.deterministic:
+            other = tiles.backward_queries(self.arch, name, d, dv)
+            work = other.work(dims.batch, dims.heads, rows_q, False)
+            nbytes = max(nbytes, self._room(other.tile, rows_q, rows_k, work).nbytes)
+        return nbytes
+
+    def tile_count(self, dims: Dims, positions_q, positions_k) -> int:
+        """Pairs of a tile of queries and a tile of keys of forward's kernel, over batch and heads."""
+        tile = tiles.forward(self.arch, dims.dtype.name, dims.d, dims.dv).tile
+        return dims.batch * dims.heads * _ceil(len(positions_q), tile.queries) * _ceil(len(positions_k), tile.keys)
+
+    def _room(self, tile, rows_q, rows_k, work) -> Blueprint:
+        """The parts of scratch."""
+        tiles_q, tiles_k = _ceil(rows_q, tile.queries), _ceil(rows_k, tile.keys)
+        room = Blueprint()
+        room.add("reach", (tiles_q, 4), np.int32)
+        room.add("extent", (tiles_k, 2), np.int32)
+        room.add("order", (max(tiles_q, tiles_k),), np.int32)
+        room.add("weights", (max(tiles_q, tiles_k),), np.int32)
+        room.add("work", (work,), np.uint8)
+        return room
+
+    def _slots(self, tile) -> int:
+        """Blocks of threads that the device runs at the same time."""
+        return self.processors * tile.resident
+
+    def _split_count(self, pairs, tiles_q, tiles_k, tile) -> int:
+        """Into how many parts the keys are cut: as many as fill the device, each with a tile at least."""
+        wanted = self._slots(tile) // (pairs * tiles_q) if self.splits is None else self.splits
+        return max(1, min(wanted, tiles_k))
+
+    def _split_bytes(self, dims, tile, rows_q, rows_k) -> int:
+        """Room for the partial states of all parts, for a block of these rows or fewer: fewer rows make more parts,
+        but never more blocks of threads than the device has slots."""
+        tiles_q, tiles_k, pairs = _ceil(rows_q, tile.queries), _ceil(rows_k, tile.keys), dims.batch * dims.heads
+        if not rows_q or not rows_k:
+            return 0
+        row = (dims.dv + 1) * dims.accumulator.itemsize
+        if self.splits is not None:
+            parts = max(1, min(self.splits, tiles_k))
+            return parts * pairs * rows_q * row if parts > 1 else 0
+        if self._slots(tile) < 2 * pairs or tiles_k < 2:
+            return 0
+        return min(self._slots(tile), pairs * tiles_q * tiles_k) * tile.queries * row
 
     # ------------------------------------------------------------ forward
 
@@ -83,42 +156,163 @@ class CudaBackend:
         if not q.size or not k.shape[1]:
             return self._attend_nothing(out, lse, first, final)
         kernel = tiles.forward(self.arch, q.dtype.name, q.shape[3], v.shape[3])
-        block = self._block(q, k, v, lse, work, kernel.tile)
-        block["first"] = first
-        block["out"] = _tensor(out)
+        block, room = self._block(q, k, v, lse, work, kernel.tile, self._split_bytes)
+        block["first"], block["out"] = first, _tensor(out)
         if final is not None:
             block["last"] = _tensor(final)
-        self._survey(block, work, kernel.tile, queries=True)
-        block["splits"] = self._splits(block)
-        defines = {**kernel.defines, **_score_defines(work.scores)}
-        pairs = int(block["batch"]) * int(block["heads"])
-        self._run(kernel.source, "forward", kernel.tile, pairs * int(block["tiles_q"]) * int(block["splits"]), block, defines)
-        if block["splits"] > 1:
-            self._run(kernel.source, "forward_merge", kernel.tile, pairs * int(block["tiles_q"]), block, defines)
+        self._survey(block, room, queries=True)
+        batch, heads, tiles_q, tiles_k = (int(block[x]) for x in ("batch", "heads", "tiles_q", "tiles_k"))
+        blocks = batch * heads * tiles_q
+        splits = block["splits"] = self._split_count(batch * heads, tiles_q, tiles_k, kernel.tile)
+        self._run(kernel, "forward", blocks * splits, block, work.scores)
+        if splits > 1:
+            self._run(kernel, "forward_merge", blocks, block, work.scores)
         return self._launched()
 
-    def _run(self, source, name, tile, blocks, block, defines) -> None:
-        kernel = self._modules.kernel(source, name, tile.shared, **defines)
-        kernel((blocks,), (tile.threads,), (block[()],), shared_mem=tile.shared)
+    def _attend_nothing(self, out, lse, first, final):
+        if first:
+            self.clear(out)
+            self.clear(lse, -np.inf)
+        if final is not None:
+            self.copy(final, out)
+        return self._launched()
+
+    # ------------------------------------------------------------ backward
+
+    def attend_backward(self, dout, q, k, v, lse, delta, dq, dk, dv, work: Work, *, fresh_q, fresh_kv):
+        """Add a block's share to dq, dk, dv; see ``base.Backend.attend_backward``."""
+        if not q.size or not k.shape[1]:
+            for fresh, total in ((fresh_q, dq), (fresh_kv, dk), (fresh_kv, dv)):
+                if fresh:
+                    self.clear(total)
+            return self._launched()
+        name, d, dim_v = q.dtype.name, q.shape[3], v.shape[3]
+        kernel = tiles.backward(self.arch, name, d, dim_v)
+        self._backward_kernel(kernel, (dout, q, k, v, lse, delta, dq, dk, dv), work, fresh_q, fresh_kv)
+        if self.deterministic:
+            other = tiles.backward_queries(self.arch, name, d, dim_v)
+            self._backward_queries(other, (dout, q, k, v, lse, delta, dq, dk, dv), work, fresh_q, fresh_kv)
+        return self._launched()
+
+    def _gradients(self, kernel, arrays, work, fresh_q, fresh_kv, sums):
+        dout, q, k, v, lse, delta, dq, dk, dv = arrays
+        size = lambda dims, tile, rows_q, rows_k: kernel.work(dims.batch, dims.heads, rows_q, sums)  # noqa: E731
+        block, room = self._block(q, k, v, lse, work, kernel.tile, size)
+        block["dout"], block["delta"] = _tensor(dout), _vector(delta)
+        block["dq"], block["dk"], block["dv"] = _tensor(dq), _tensor(dk), _tensor(dv)
+        block["fresh_q"], block["fresh_kv"] = fresh_q, fresh_kv
+        return block, room
+
+    def _backward_kernel(self, kernel, arrays, work, fresh_q, fresh_kv) -> None:
+        """dK and dV, and dQ by atomic sums unless it must be the same each time."""
+        sums = not self.deterministic
+        block, room = self._gradients(kernel, arrays, work, fresh_q, fresh_kv, sums)
+        self._survey(block, room, queries=False)
+        batch, heads, kv_heads, tiles_q, tiles_k = (
+            int(block[x]) for x in ("batch", "heads", "kv_heads", "tiles_q", "tiles_k")
+        )
+        with_dq = {"WITH_DQ": int(sums)}
+        if kernel.prepared_bytes:
+            self._run(kernel, "backward_prepare", batch * heads * tiles_q, block, work.scores, **with_dq)
+        if sums:
+            room["work"].data.memset_async(0, kernel.sums(batch, heads, int(block["rows_q"])))
+        self._run(kernel, "backward", batch * kv_heads * tiles_k, block, work.scores, **with_dq)
+        if sums:
+            self._run(kernel, "backward_fold", batch * heads * tiles_q, block, work.scores, **with_dq)
+
+    def _backward_queries(self, kernel, arrays, work, fresh_q, fresh_kv) -> None:
+        """dQ alone, a tile of queries a block: no atomics, a fixed order."""
+        block, room = self._gradients(kernel, arrays, work, fresh_q, fresh_kv, False)
+        self._survey(block, room, queries=True)
+        blocks = int(block["batch"]) * int(block["heads"]) * int(block["tiles_q"])
+        if kernel.prepared_bytes:
+            self._run(kernel, "backward_prepare", blocks, block, work.scores)
+        self._run(kernel, "backward_queries", blocks, block, work.scores)
+
+    # ------------------------------------------------------------ parts of a verb
+
+    def _block(self, q, k, v, lse, work: Work, tile, work_bytes):
+        """What all kernels of attention want to know, as a struct Block, and the parts of scratch that it points to."""
+        scores = work.scores
+        dims = Dims(q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.dtype, lse.dtype)
+        plan = self._room(tile, q.shape[1], k.shape[1], work_bytes(dims, tile, q.shape[1], k.shape[1]))
+        if plan.nbytes > work.scratch.nbytes:
+            raise ValueError(f"scratch: {work.scratch.nbytes} bytes are too few for this block, {plan.nbytes} are needed")
+        room = plan.views(self, work.scratch)
+        block = np.zeros((), BLOCK)
+        block["batch"], block["rows_q"], block["heads"], block["d"] = q.shape
+        block["rows_k"], block["kv_heads"], block["dim_v"] = k.shape[1], k.shape[2], v.shape[3]
+        block["tile_q"], block["tile_k"] = tile.queries, tile.keys
+        block["tiles_q"], block["tiles_k"] = _ceil(q.shape[1], tile.queries), _ceil(k.shape[1], tile.keys)
+        block["q"], block["k"], block["v"], block["lse"] = _tensor(q), _tensor(k), _tensor(v), _vector(lse)
+        for name in ("at", "lo", "hi", "pos"):
+            block[name] = getattr(work.sight, name).data.ptr
+        for name in ("reach", "extent", "order", "work"):
+            block[name] = room[name].data.ptr
+        block["scale"], block["splits"] = scores.scale, 1
+        block["section"] = self._section(q, k, v)
+        if scores.softcap is not None:
+            block["softcap"] = scores.softcap
+        if scores.slopes is not None:
+            block["slopes"] = self._slopes(scores, dims.accumulator).data.ptr
+        return block, room
+
+    def _slopes(self, scores: Scores, dtype):
+        """ALiBi's slopes on the device, [heads]; kept, as they are the same in every call."""
+        if scores.slopes is None:
+            return None
+        key = (scores.slopes, np.dtype(dtype).name)
+        if key not in self._kept:
+            self._kept[key] = self._cupy.asarray(np.array(scores.slopes, dtype))
+            self._cupy.cuda.get_current_stream().synchronize()  # other streams read it without an event
+        return self._kept[key]
+
+    def _section(self, q, k, v) -> int:
+        """Pairs (batch, head) whose K and V fit half of L2 together: see raw_kernels/order.cuh."""
+        head = k.shape[1] * (k.shape[3] + v.shape[3]) * k.dtype.itemsize
+        group = q.shape[2] // k.shape[2]
+        return max(1, self.cache_bytes // 2 // max(1, head)) * group
+
+    def _survey(self, block, room, *, queries: bool) -> None:
+        """Reach and extent of each tile, then the order of work of the tiles of queries, or of keys."""
+        tiles_q, tiles_k = int(block["tiles_q"]), int(block["tiles_k"])
+        ordered = tiles_q if queries else tiles_k
+        told = (room["weights"], np.int32(queries))
+        for name, count, more in (
+            ("survey_queries", tiles_q, ()),
+            ("survey_keys", tiles_k, ()),
+            ("survey_weights", ordered, told),
+            ("survey_order", ordered, told),
+        ):
+            kernel = self._modules.kernel("survey", name)
+            kernel((_ceil(count, SURVEY_WARPS),), (32 * SURVEY_WARPS,), (block[()], *more))
+
+    def _run(self, kernel, name, blocks, block, scores, **more) -> None:
+        """Launch a kernel of a family on this many blocks of threads."""
+        defines = {
+            **kernel.defines,
+            "BURST_SOFTCAP": int(scores.softcap is not None),
+            "BURST_ALIBI": int(scores.slopes is not None),
+            **more,
+        }
+        launch = self._modules.kernel(kernel.source, name, kernel.tile.shared, **defines)
+        launch((blocks,), (kernel.tile.threads,), (block[()],), shared_mem=kernel.tile.shared)
 
     def _launched(self):
         event = self._cupy.cuda.Event(disable_timing=True)
         event.record()
         return Event(event)
 
-    # ------------------------------------------------------------ parts
 
-    def _block(self, q, k, v, lse, work: Work, tile) -> np.ndarray:
-        """What all kernels of attention want to know, as a struct Block."""
-        block = np.zeros((), BLOCK)
-        block["batch"], block["rows_q"], block["heads"], block["d"] = q.shape
-        block["rows_k"], block["kv_heads"], block["dim_v"] = k.shape[1], k.shape[2], v.shape[3]
-        block["tile_q"], block["tile_k"] = tile.queries, tile.keys
-        block["tiles_q"] = -(-q.shape[1] // tile.queries)
-        block["tiles_k"] = -(-k.shape[1] // tile.keys)
-        block["q"], block["k"], block["v"], block["lse"] = _tensor(q), _tensor(k), _tensor(v), _vector(lse)
-        for name in ("at", "lo", "hi", "pos"):
-            block[name] = getattr(work.sight, name).data.ptr
-        block["scale"] = work.scores.scale
-        block["softcap"] = work.scores.softcap or 0
-        return block
+def _ceil(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _tensor(x):
+    """struct Tensor of an array (batch, rows, heads, columns)."""
+    return (x.data.ptr, x.strides[0], x.strides[1], x.strides[2])
+
+
+def _vector(x):
+    """struct Vector of an array (batch, heads, rows)."""
+    return (x.data.ptr, *x.strides)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["ARCHITECTURES", "HEAD_DIMS", "Kernel", "SHARED_LIMIT", "Tile", "architecture", "padded"]
+__all__ = ["ARCHITECTURES", "HEAD_DIMS", "SHARED_LIMIT", "Kernel", "Tile", "architecture", "padded"]
 
 HEAD_DIMS = (32, 64, 96, 128, 192, 256)  # native; others are filled up with zeros in shared memory
 
@@ -34,7 +34,7 @@ class Tile:
     warps: int
     stages: int  # of the copies from global to shared memory
     shared: int  # bytes of shared memory; the kernel's own sum must be the same
-    extra: dict = field(default_factory=dict, hash=False)  # further -D
+    resident: int = 1  # blocks of threads that a multiprocessor holds at the same time
 
     @property
     def threads(self) -> int:
@@ -76,3 +76,14 @@ class Kernel:
     source: str
     tile: Tile
     defines: dict = field(hash=False)
+    sum_bytes: int = 0  # backward: of dQ on its way by atomic sums, of one query row, at the start of Block.work
+    prepared_bytes: int = 0  # backward: of what ``backward_prepare`` lays out behind them, of one query row
+
+    def sums(self, batch: int, heads: int, rows_q: int) -> int:
+        """Bytes at the start of Block.work that must be 0 before ``backward``; whole tiles of queries."""
+        return batch * heads * -(-rows_q // self.tile.queries) * self.tile.queries * self.sum_bytes
+
+    def work(self, batch: int, heads: int, rows_q: int, sums: bool) -> int:
+        """Bytes of Block.work of a backward kernel; ``sums``: with dQ by atomic sums."""
+        rows = batch * heads * -(-rows_q // self.tile.queries) * self.tile.queries
+        return rows * (self.sum_bytes * sums + self.prepared_bytes)

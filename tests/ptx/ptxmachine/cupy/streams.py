@@ -76,6 +76,7 @@ class Device:
             "MaxSharedMemoryPerBlockOptin": optin,
             "MaxSharedMemoryPerMultiprocessor": per_sm,
             "MultiProcessorCount": sms,
+            "L2CacheSize": 32 << 20,
             "WarpSize": 32,
             "ComputeCapabilityMajor": int(arch[:-1]),
             "ComputeCapabilityMinor": int(arch[-1]),

@@ -1,0 +1,84 @@
+"""What survey.cu says of tiles, against the definitions worked out in NumPy; on the PTX machine."""
+
+import numpy as np
+import pytest
+from cuda_kit import device
+
+from burstmpi.backends import tiles
+from burstmpi.rules import Rules
+
+TILE_Q, TILE_K = 16, 8
+
+
+def survey(lo, hi, pos, queries):
+    """reach, extent and order of tiles of TILE_Q queries and TILE_K keys, from the device."""
+    cupy = device()
+    from burstmpi.backends import cuda
+
+    backend = cuda.CudaBackend()
+    tiles_q, tiles_k = -(-len(lo) // TILE_Q), -(-len(pos) // TILE_K)
+    tile = tiles.Tile(TILE_Q, TILE_K, 4, 2, 0)
+    plan = backend._room(tile, len(lo), len(pos), 0)
+    room = plan.views(backend, backend.allocate(plan.nbytes))
+    block = np.zeros((), cuda.BLOCK)
+    keep = [cupy.asarray(x.astype(np.int32)) for x in (lo, hi, pos)]
+    block["lo"], block["hi"], block["pos"] = (x.data.ptr for x in keep)
+    for name in ("reach", "extent", "order"):
+        block[name] = room[name].data.ptr
+    block["rows_q"], block["rows_k"], block["tile_q"], block["tile_k"] = len(lo), len(pos), TILE_Q, TILE_K
+    block["tiles_q"], block["tiles_k"] = tiles_q, tiles_k
+    backend._survey(block, room, queries=queries)
+    get = cupy.asnumpy
+    return get(room["reach"]), get(room["extent"]), get(room["order"][: tiles_q if queries else tiles_k])
+
+
+CASES = {
+    "causal": (100, {"causal": True}),
+    "window": (77, {"window": (9, 3)}),
+    "documents": (130, {"documents": [0, 40, 41, 90, 130], "causal": True}),
+    "one row": (1, {}),
+    "full": (64, {}),
+}
+
+
+@pytest.mark.parametrize("shuffled", (False, True))
+@pytest.mark.parametrize("name", CASES)
+def test_tiles(name, shuffled):
+    rows, options = CASES[name]
+    positions = np.random.default_rng(0).permutation(rows) if shuffled else np.arange(rows)
+    _, lo, hi = Rules(**options).intervals(positions, rows, rows)
+    reach, extent, order = survey(lo, hi, positions, True)
+    visible = (lo[:, None] <= positions) & (positions < hi[:, None])
+    weights = []
+    for i in range(len(reach)):
+        part = slice(i * TILE_Q, (i + 1) * TILE_Q)
+        seeing = lo[part] < hi[part]
+        assert reach[i, 0] == lo[part][seeing].min(initial=2**31 - 1)
+        assert reach[i, 1] == hi[part][seeing].max(initial=-(2**31))
+        assert (reach[i, 2], reach[i, 3]) == (lo[part].max(), hi[part].min())
+        weights.append(0)
+        for j in range(len(extent)):
+            keys = slice(j * TILE_K, (j + 1) * TILE_K)
+            least, most = extent[j]
+            assert (least, most) == (positions[keys].min(), positions[keys].max())
+            seen, full = most >= reach[i, 0] and least < reach[i, 1], least >= reach[i, 2] and most < reach[i, 3]
+            assert seen or not visible[part, keys].any()
+            assert not full or visible[part, keys].all()
+            weights[-1] += bool(seen)
+    assert sorted(order) == list(range(len(reach)))
+    assert sorted(weights, reverse=True) == [weights[t] for t in order]
+
+
+def test_order_of_keys():
+    """Of a causal mask the first keys are seen by most."""
+    rows = 100
+    _, lo, hi = Rules(causal=True).intervals(np.arange(rows), rows, rows)
+    _, _, order = survey(lo, hi, np.arange(rows), False)
+    assert order[-1] == len(order) - 1 and set(order[:2]) == {0, 1}
+
+
+def test_row_that_sees_nothing():
+    """Rows with an empty interval keep a tile from being full, and widen nothing."""
+    lo, hi = np.array([5] * 15 + [0]), np.array([9] * 15 + [0])
+    reach, _, _ = survey(lo, hi, np.arange(20), True)
+    assert reach.tolist() == [[5, 9, 5, 0]]
