@@ -285,7 +285,7 @@ class CudaBackend:
             ("survey_order", ordered, told),
         ):
             kernel = self._modules.kernel("survey", name)
-            kernel((_ceil(count, SURVEY_WARPS),), (32 * SURVEY_WARPS,), (block[()], *more))
+            kernel((_ceil(count, SURVEY_WARPS),), (32 * SURVEY_WARPS,), (block, *more))
 
     def _run(self, kernel, name, blocks, block, scores, **more) -> None:
         """Launch a kernel of a family on this many blocks of threads."""
@@ -296,7 +296,7 @@ class CudaBackend:
             **more,
         }
         launch = self._modules.kernel(kernel.source, name, kernel.tile.shared, **defines)
-        launch((blocks,), (kernel.tile.threads,), (block[()],), shared_mem=kernel.tile.shared)
+        launch((blocks,), (kernel.tile.threads,), (block,), shared_mem=kernel.tile.shared)
 
     def _launched(self):
         event = self._cupy.cuda.Event(disable_timing=True)

@@ -361,3 +361,17 @@ def test_static_shared_memory_above_48_kb_is_refused(cupy):
 def test_dtypes_that_no_kernel_reads_are_refused(cupy, bad):
     with pytest.raises(ValueError, match="Unsupported dtype"):
         cupy.asarray(bad)
+
+
+def test_struct_by_value_is_an_array(cupy):
+    """CuPy takes a struct as an array of no dimension; it knows no scalars of structured types."""
+    kernel = cupy.RawModule(
+        code='struct P { int a; double b; }; extern "C" __global__ void t(const P p, double* x) { *x = p.a * p.b; }'
+    ).get_function("t")
+    value = np.zeros((), np.dtype([("a", np.int32), ("b", np.float64)], align=True))
+    value["a"], value["b"] = 3, 0.5
+    x = cupy.zeros(1, np.float64)
+    kernel((1,), (1,), (value, x))
+    assert x.get()[0] == 1.5
+    with pytest.raises(TypeError, match="struct"):
+        kernel((1,), (1,), (value[()], x))

@@ -309,6 +309,8 @@ def pack_arguments(program, args, device):
             data = struct.pack("<Q", 0)
         elif isinstance(arg, np.ndarray) and (arg.ndim or arg.dtype.names is None):
             raise TypeError("Unsupported type %s (%s): a NumPy array is not on the device" % (type(arg), where))
+        elif isinstance(arg, np.void):
+            raise TypeError("Unsupported type %s (%s): a struct goes as an array, not as its scalar" % (type(arg), where))
         elif isinstance(arg, (np.generic, np.ndarray)):
             data = arg.tobytes()
             for at in range(0, len(data) - 7, 8):  # pointers inside of a struct, or as a number
