@@ -82,3 +82,39 @@ def test_row_that_sees_nothing():
     lo, hi = np.array([5] * 15 + [0]), np.array([9] * 15 + [0])
     reach, _, _ = survey(lo, hi, np.arange(20), True)
     assert reach.tolist() == [[5, 9, 5, 0]]
+
+
+ITEMS = """
+#include "order.cuh"
+extern "C" __global__ void items(const __grid_constant__ Block block, int heads, int tiles, int splits, int count, int4 *found)
+{
+    const int number = blockIdx.x * blockDim.x + threadIdx.x;
+    if (number >= count) return;
+    const Item item = work_item(block, number, heads, tiles, splits);
+    found[number] = {item.tile, item.head, item.batch, item.split};
+}
+"""
+
+
+@pytest.mark.parametrize("section", (1, 2, 3, 5, 6, 100))
+@pytest.mark.parametrize("splits", (1, 3))
+def test_work_items(section, splits):
+    """Each (tile, head, batch, split) once; sections of heads one after another, each with its heavy tiles first."""
+    cupy = device()
+    from burstmpi.backends import cuda, modules
+
+    batch, heads, tiles_ = 2, 3, 4
+    order = cupy.asarray(np.array([2, 0, 3, 1], np.int32))
+    block = np.zeros((), cuda.BLOCK)
+    block["batch"], block["section"], block["order"] = batch, section, order.data.ptr
+    count = batch * heads * tiles_ * splits
+    found = cupy.zeros((count, 4), np.int32)
+    kernel = cupy.RawModule(code=ITEMS, options=modules.options({})).get_function("items")
+    kernel((2,), (96,), (block, np.int32(heads), np.int32(tiles_), np.int32(splits), np.int32(count), found))
+    items = [tuple(row) for row in cupy.asnumpy(found).tolist()]
+    assert len(set(items)) == count
+    assert set(items) == set(np.ndindex(tiles_, heads, batch, splits))
+    pairs = [b * heads + h for _, h, b, _ in items]
+    ranks = [[2, 0, 3, 1].index(t) for t, *_ in items]
+    keys = [(pair // section, rank) for pair, rank in zip(pairs, ranks)]
+    assert keys == sorted(keys)
