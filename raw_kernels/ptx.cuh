@@ -86,6 +86,16 @@ DEVICE void copy16_or_zero(u32 shared, const void *global, bool there)
 #endif
 }
 
+/* 4 bytes. */
+DEVICE void copy4(u32 shared, const void *global)
+{
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" :: "r"(shared), "l"(global) : "memory");
+#else
+    asm volatile("st.shared.b32 [%0], %1;" :: "r"(shared), "r"(*(const u32 *)global) : "memory");
+#endif
+}
+
 DEVICE void copies_commit()
 {
 #if __CUDA_ARCH__ >= 800
@@ -130,6 +140,14 @@ DEVICE u32 pack(float low, float high)
 }
 
 /* ---------------------------------------------------------------- the compiler */
+
+/* threadIdx.x, read again: cold code need not keep what follows from it in registers through a loop. */
+DEVICE int thread_index()
+{
+    int x;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+    return x;
+}
 
 /* The same value, which ptxas cannot make again from the thread's number: it would recompute swizzled addresses in the
  * main loop rather than keep them.  The whole warp calls it. */

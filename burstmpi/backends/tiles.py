@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["ARCHITECTURES", "HEAD_DIMS", "SHARED_LIMIT", "Kernel", "Tile", "architecture", "padded"]
+__all__ = ["ARCHITECTURES", "HEAD_DIMS", "SHARED_LIMIT", "Kernel", "Tile", "architecture", "forward", "padded"]
 
 HEAD_DIMS = (32, 64, 96, 128, 192, 256)  # native; others are filled up with zeros in shared memory
 
@@ -87,3 +87,89 @@ class Kernel:
         """Bytes of Block.work of a backward kernel; ``sums``: with dQ by atomic sums."""
         rows = batch * heads * -(-rows_q // self.tile.queries) * self.tile.queries
         return rows * (self.sum_bytes * sums + self.prepared_bytes)
+
+
+# ---------------------------------------------------------------- forward, float16 and bfloat16
+
+_HALVES = {"float16": 2, "bfloat16": 3}  # TYPE of raw_kernels/block.cuh
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """A row of forward's table."""
+
+    queries: int
+    keys: int
+    warps: int
+    v_stages: int  # K has two
+    q_in_registers: bool
+    chunk: int  # keys whose scores are made at a time
+    resident: int  # blocks of threads on a multiprocessor: by registers and shared memory
+
+    def shared(self, d: int, dv: int) -> int:
+        """Bytes of shared memory, as raw_kernels/forward_shape.cuh has them."""
+        tiles = 2 * self.keys * (2 * d + self.v_stages * dv)
+        queries = 2 * self.queries * d
+        held = max(tiles, queries) if self.q_in_registers else tiles + queries
+        return held + 2 * self.keys * 4 + self.queries * 8 + self.warps * 64
+
+
+# (the wider of the two padded head dims) -> tile, for each amount of shared memory.  32 rows a warp where registers
+# allow it: with 16, shared memory feeds K and V to half as many products, and binds.
+_FORWARD = {
+    "large": {  # sm_80, 90, 100: 163 KB and more
+        32: _Forward(128, 64, 4, 2, True, 16, 3),
+        64: _Forward(128, 64, 4, 2, True, 16, 2),
+        96: _Forward(128, 64, 4, 2, False, 32, 2),
+        128: _Forward(128, 64, 4, 1, False, 64, 2),
+        192: _Forward(128, 64, 8, 1, False, 64, 1),
+        256: _Forward(128, 64, 8, 1, False, 64, 1),
+    },
+    "small": {  # sm_86, 89, 120: 99 KB
+        32: _Forward(128, 64, 4, 2, True, 16, 2),
+        64: _Forward(128, 64, 4, 2, True, 16, 2),
+        96: _Forward(128, 64, 4, 1, False, 32, 1),
+        128: _Forward(128, 64, 4, 1, False, 64, 1),
+        192: _Forward(64, 32, 4, 1, False, 32, 1),
+        256: _Forward(64, 32, 4, 1, False, 32, 1),
+    },
+    "75": {  # 64 KB, no asynchronous copies
+        32: _Forward(128, 64, 4, 1, True, 16, 2),
+        64: _Forward(128, 64, 4, 1, True, 16, 2),
+        96: _Forward(64, 32, 4, 1, False, 32, 2),
+        128: _Forward(64, 32, 4, 1, False, 32, 1),
+        192: _Forward(64, 32, 4, 1, False, 32, 1),
+        256: _Forward(64, 16, 4, 1, False, 16, 1),
+    },
+}
+
+
+def forward(arch: str, dtype: str, d: int, dv: int) -> Kernel:
+    """Give forward's kernel for an architecture, a type and head dims of Q, K and of V.
+
+    Raises
+    ------
+    ValueError
+        A head dim that no kernel serves; bfloat16 on a GPU whose tensor cores do not know it.
+    """
+    if arch == "75" and dtype == "bfloat16":
+        raise ValueError(f"dtype: bfloat16 needs tensor cores of sm_80 or newer, this GPU is sm_{arch}; use float16")
+    padded_d, padded_dv = padded(d), padded(dv)
+    small = SHARED_LIMIT[arch] < 163 << 10
+    shape = _FORWARD["75" if arch == "75" else "small" if small else "large"][max(padded_d, padded_dv)]
+    tile = Tile(shape.queries, shape.keys, shape.warps, 2, shape.shared(padded_d, padded_dv), shape.resident)
+    defines = {
+        "TYPE": _HALVES[dtype],
+        "HEAD_DIM": padded_d,
+        "HEAD_DIM_V": padded_dv,
+        "TILE_Q": tile.queries,
+        "TILE_K": tile.keys,
+        "WARPS": tile.warps,
+        "V_STAGES": shape.v_stages,
+        "Q_IN_REGISTERS": int(shape.q_in_registers),
+        "CHUNK": shape.chunk,
+        "PADDED": int((d, dv) != (padded_d, padded_dv)),
+        "SHARED": tile.shared,
+        "SHARED_LIMIT": SHARED_LIMIT[arch],
+    }
+    return Kernel("forward", tile, defines)
