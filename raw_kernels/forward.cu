@@ -20,7 +20,7 @@
  * first tile that a row sees (or by the state's lse), and anew when the guard fails.
  *
  * Two loops: the one of full tiles has no mask code, reads no position, and does two tiles a trip, so that stages are
- * constants in addresses.  All else goes through the other one: cut tiles, the first tile, odd ones.  A warp that sees
+ * constants in addresses.  All else goes through the other one: cut tiles, the first tile, the last of a run.  A warp that sees
  * nothing of a cut tile skips it.  One stage of V: V is asked for when its tile begins and awaited after S.
  *
  * splits > 1: the tiles of keys are cut into parts, each a block of threads that starts from nothing and leaves a partial
@@ -34,12 +34,12 @@ constexpr i64 NEAR = 1 << 24;
 /* K (and V, where it has two stages) of a tile, and its positions, into a stage: any tile, cut or not whole. */
 DEVICE void ask(u32 smem, const Block &block, const Desk &desk, Next next, int stage)
 {
-    if (next.tile < 0) return;
+    if (agreed(next.tile < 0)) return;
     const int batch = desk.item.batch, kv_head = desk.item.head / (block.heads / block.kv_heads), row = next.tile * TILE_K;
     copy_rows<HEAD_DIM, TILE_K>(smem + K_SMEM + stage * K_BYTES, block.k, batch, kv_head, row, block.rows_k, block.d);
     if (V_STAGES == 2)
         copy_rows<HEAD_DIM_V, TILE_K>(smem + V_SMEM + stage * V_BYTES, block.v, batch, kv_head, row, block.rows_k, block.dim_v);
-    if (next.cut || BENT) copy_positions(smem + POSITIONS_SMEM + stage * (TILE_K * 4), block, next.tile);
+    if (BENT || agreed(next.cut)) copy_positions(smem + POSITIONS_SMEM + stage * (TILE_K * 4), block, next.tile);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) forward(const __grid_constant__ Block block)
@@ -85,80 +85,46 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const __grid_const
     const u32 to_v = opaque(smem + V_SMEM + Share<HEAD_DIM_V>::target(threadIdx.x));
     bool started = !fresh; /* rows have a reference */
 
-    NO_UNROLL while (now.tile >= 0) {
+    NO_UNROLL while (agreed(now.tile >= 0)) {
 #if !BENT
-        if (!now.cut && stage == 0 && started && block.k.row < NEAR && block.v.row < NEAR) {
-            /* ---------------- the main loop: full tiles, two a trip.  `now` is on its way into stage 0 */
-            const int step_k = (int)block.k.row * Share<HEAD_DIM>::PASS, step_v = (int)block.v.row * Share<HEAD_DIM_V>::PASS;
-            const char *from_k, *from_v; /* K: of the tile to be asked for next.  V: the same, or with one stage, of the tile at hand */
-            int ahead = 1 + run_below(desk, now.tile); /* tiles of the run that are not asked for yet; -1: no full tile follows */
-            auto start_at = [&](int tile) {
-                const int thread = thread_index(), kv_head = desk.item.head / (block.heads / block.kv_heads);
-                from_k = at_row(block.k, desk.item.batch, tile * TILE_K + Share<HEAD_DIM>::row(thread), kv_head) +
-                         Share<HEAD_DIM>::piece(thread) * 16;
-                from_v = at_row(block.v, desk.item.batch, tile * TILE_K + Share<HEAD_DIM_V>::row(thread), kv_head) +
-                         Share<HEAD_DIM_V>::piece(thread) * 16;
-            };
-            auto back = [&](const char *&from, int step, int pass) { from -= (i64)step * (TILE_K / pass); };
-            start_at(now.tile);
-            back(from_k, step_k, Share<HEAD_DIM>::PASS), ahead--;
-            if (V_STAGES == 2) back(from_v, step_v, Share<HEAD_DIM_V>::PASS);
-            /* the run of tiles has ended: find another one; another kind of tile is asked for here and ends the loop */
-            auto renew = [&](int into) {
-                const Next next = next_tile(block, desk);
-                if (next.tile >= 0 && !next.cut) {
-                    start_at(next.tile);
-                    ahead = 1 + run_below(desk, next.tile);
-                } else {
-                    ask(smem, block, desk, next, into);
-                    if (thread_index() % 32 == 0) desk.asked = next.tile, desk.asked_cut = next.cut;
-                    __syncwarp();
-                    ahead = -1;
-                }
-            };
-            /* wait for the tile in `from` and ask for the next one */
-            auto turn = [&](int from) {
-                const int into = 1 - from;
+        if (agreed(!now.cut && stage == 0 && started && block.k.row < NEAR && block.v.row < NEAR)) {
+            /* ---------------- the main loop: full tiles that another one follows, two a trip.  `now` is on its way into stage 0 */
+            const int step_k = opaque((int)block.k.row * Share<HEAD_DIM>::PASS);
+            const int step_v = opaque((int)block.v.row * Share<HEAD_DIM_V>::PASS);
+            /* This thread's part of the tile to be asked for next: the one below.  V with one stage: of the tile at hand. */
+            const int thread = thread_index(), kv_head = desk.item.head / (block.heads / block.kv_heads), row = now.tile * TILE_K;
+            const char *from_k = at_row(block.k, desk.item.batch, row - TILE_K + Share<HEAD_DIM>::row(thread), kv_head);
+            const char *from_v = at_row(block.v, desk.item.batch, row - (V_STAGES - 1) * TILE_K + Share<HEAD_DIM_V>::row(thread), kv_head);
+            from_k += Share<HEAD_DIM>::piece(thread) * 16, from_v += Share<HEAD_DIM_V>::piece(thread) * 16;
+            int ahead = run_below(desk, now.tile); /* tiles of the run that are not asked for yet */
+            /* wait for the tile in `stage`, and ask for the next one */
+            auto turn = [&](int stage) {
                 copies_wait<0>();
                 __syncthreads();
                 if (V_STAGES == 1) {
                     copy_tile<HEAD_DIM_V>(to_v, from_v, step_v, block.dim_v);
                     copies_commit();
-                    back(from_v, step_v, Share<HEAD_DIM_V>::PASS);
                 }
-                if (ahead == 0) renew(into);
-                if (ahead > 0) {
-                    copy_tile<HEAD_DIM>(to_k + into * K_BYTES, from_k, step_k, block.d);
-                    back(from_k, step_k, Share<HEAD_DIM>::PASS);
-                    if (V_STAGES == 2) {
-                        copy_tile<HEAD_DIM_V>(to_v + into * V_BYTES, from_v, step_v, block.dim_v);
-                        back(from_v, step_v, Share<HEAD_DIM_V>::PASS);
-                    }
-                    ahead--;
-                }
+                copy_tile<HEAD_DIM>(to_k + (1 - stage) * K_BYTES, from_k, step_k, block.d);
+                if (V_STAGES == 2) copy_tile<HEAD_DIM_V>(to_v + (1 - stage) * V_BYTES, from_v, step_v, block.dim_v);
                 copies_commit();
+                from_k = stepped(from_k, step_k, -TILE_K / Share<HEAD_DIM>::PASS);
+                from_v = stepped(from_v, step_v, -TILE_K / Share<HEAD_DIM_V>::PASS);
+                ahead--;
             };
             const Mask none = {0, 0, false, false};
             constexpr int OTHER_V = V_STAGES == 2 ? V_BYTES : 0;
             NO_UNROLL for (;;) {
+                if (agreed(ahead == 0) && !run_goes_on(block, desk, ahead)) break;
                 turn(0);
-                if (!take_tile<false>(state, at, 0, 0, c, none)) goto redo;
-            first_done:
+                if (!take_tile<false>(state, at, 0, 0, c, none)) take_classic(state, at, 0, 0, c, none, Bend{});
                 stage = 1;
-                if (ahead < 0) break;
+                if (agreed(ahead == 0) && !run_goes_on(block, desk, ahead)) break;
                 turn(1);
-                if (!take_tile<false>(state, at, K_BYTES, OTHER_V, c, none)) goto redo;
-            second_done:
+                if (!take_tile<false>(state, at, K_BYTES, OTHER_V, c, none)) take_classic(state, at, K_BYTES, OTHER_V, c, none, Bend{});
                 stage = 0;
-                if (ahead < 0) break;
-                continue;
-            redo: /* the guard has failed: K is still there */
-                take_classic(state, at, stage * K_BYTES, stage * OTHER_V, c, none, Bend{});
-                if (stage == 0) goto first_done;
-                goto second_done;
             }
-            now = {desk.asked, desk.asked_cut != 0};
-            continue;
+            now = {desk.lowest, false}; /* the last one goes the general way */
         }
 #endif
         /* ---------------- any tile: cut, not whole, the first one */
@@ -175,12 +141,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const __grid_const
         const int offset_k = stage * K_BYTES, offset_v = V_STAGES == 2 ? stage * V_BYTES : 0;
         Mask mask = {smem + POSITIONS_SMEM + stage * (TILE_K * 4) + lane % 4 * 8, smem + ROWS_SMEM + (warp * WARP_ROWS + lane / 4) * 8, false, false};
         bool hidden = false;
-        if (now.cut) {
+        if (agreed(now.cut)) {
             const int2 extent = block.extent[now.tile];
             const int4 reach = desk.reach;
-            hidden = !tile_visible(reach, extent);
-            mask.low = extent.x < reach.z;
-            mask.high = extent.y >= reach.w || (now.tile + 1) * TILE_K > block.rows_k;
+            hidden = agreed(!tile_visible(reach, extent));
+            mask.low = agreed(extent.x < reach.z);
+            mask.high = agreed(extent.y >= reach.w || (now.tile + 1) * TILE_K > block.rows_k);
         }
         await_values(); /* by all warps at one place, whatever each does then */
         if (!hidden) {
@@ -192,7 +158,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const __grid_const
             bool unseen = false; /* a row of this warp has no reference */
             UNROLL for (int slab = 0; slab < SLABS; slab++)
                 unseen |= fmaxf(state.minus_m[slab][0], state.minus_m[slab][1]) == INFINITE;
-            unseen = __any_sync(~0u, unseen);
+            unseen = agreed(unseen);
             if (unseen || !take_tile<true>(state, at, offset_k, offset_v, c, mask))
                 take_classic(state, at, offset_k, offset_v, c, mask, Bend{});
 #endif

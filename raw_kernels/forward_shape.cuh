@@ -67,8 +67,7 @@ struct Desk {
     int begin;       /* first tile of keys of this split */
     int window;      /* tiles from here on have been looked at ... */
     u32 cut, full;   /* ... and these are still to be done: bit i is tile window + i */
-    int asked;       /* the tile that is being copied, -1 none */
-    int asked_cut;
+    int lowest;      /* tile of the run of full tiles that the main loop is in */
 };
 static_assert(sizeof(Desk) <= 64, "64 bytes a desk");
 
@@ -86,8 +85,8 @@ DEVICE Next next_tile(const Block &block, Desk &desk)
     int window = desk.window;
     const int begin = desk.begin;
     __syncwarp();
-    NO_UNROLL while (!(cut | full)) {
-        if (window <= begin) return {-1, false};
+    NO_UNROLL while (agreed(!(cut | full))) {
+        if (agreed(window <= begin)) return {-1, false};
         const int end = window;
         window = max(begin, window - 32);
         const Look look = look_at_keys(block, block.reach[desk.item.tile], window, end);
@@ -109,11 +108,34 @@ DEVICE int run_below(Desk &desk, int tile)
 {
     const int bit = tile - desk.window;
     const u32 full = desk.full, below = bit ? full << (32 - bit) : 0;
-    const int run = ~below ? __clz(~below) : 32;
+    const int run = __clz(~below); /* at most 31, as bit is */
     __syncwarp();
-    if ((threadIdx.x & 31) == 0) desk.full = bit ? full & ((1u << (bit - run)) - 1) : full;
+    if (threadIdx.x % 32 == 0) {
+        desk.full = full & ~(((1u << run) - 1) << (bit - run));
+        desk.lowest = tile - run;
+    }
     __syncwarp();
     return run;
+}
+
+/* At the end of a run, whose last tile is desk.lowest: take what lies directly below, if that is a full tile too (32 tiles
+ * are looked at at a time, so that a long run has many ends). */
+DEVICE bool run_goes_on(const Block &block, Desk &desk, int &ahead)
+{
+    const int lowest = desk.lowest;
+    const Next next = next_tile(block, desk);
+    if (agreed(next.tile < 0)) return false;
+    if (agreed(next.cut || next.tile != lowest - 1)) { /* put it back */
+        if (threadIdx.x % 32 == 0) {
+            const u32 bit = 1u << (next.tile - desk.window);
+            if (next.cut) desk.cut |= bit;
+            else desk.full |= bit;
+        }
+        __syncwarp();
+        return false;
+    }
+    ahead = 1 + run_below(desk, next.tile);
+    return true;
 }
 
 /* ---------------------------------------------------------------- copies */
@@ -137,7 +159,7 @@ template <int DIM> DEVICE void copy_tile(u32 to, const char *from, int step, int
     UNROLL for (int i = 0; i < TILE_K / PASS; i++)
         UNROLL for (int page = 0; page < P::COUNT; page++) {
             const u32 target = to + page * (TILE_K * P::ROW) + i * (PASS * P::ROW);
-            const char *source = from + (i64)step * i + page * P::ROW;
+            const char *source = (i ? stepped(from, step, i) : from) + page * P::ROW;
             if (PADDED) copy16_or_zero(target, source, (page * P::PIECES + Share<DIM>::piece(threadIdx.x)) * 8 < columns);
             else copy16(target, source);
         }

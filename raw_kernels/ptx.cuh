@@ -86,6 +86,14 @@ DEVICE void copy16_or_zero(u32 shared, const void *global, bool there)
 #endif
 }
 
+/* pointer + step * times, as one instruction; the compiler would take two additions of 32 bits. */
+DEVICE const char *stepped(const char *pointer, int step, int times)
+{
+    const char *x;
+    asm("mad.wide.s32 %0, %1, %2, %3;" : "=l"(x) : "r"(step), "r"(times), "l"(pointer));
+    return x;
+}
+
 /* 4 bytes. */
 DEVICE void copy4(u32 shared, const void *global)
 {
@@ -158,5 +166,8 @@ DEVICE u32 opaque(u32 x)
     asm volatile("shfl.sync.idx.b32 %0, %1, %2, 31, -1;" : "=r"(y) : "r"(x), "r"(lane));
     return y;
 }
+
+/* A condition that all lanes share, by a vote, so that ptxas knows: a branch on it needs no code for divergence. */
+DEVICE bool agreed(bool x) { return __any_sync(~0u, x); }
 
 #endif
