@@ -13,6 +13,7 @@ from ..rules import Scores
 from . import tiles
 from .base import Dims, Work
 from .modules import Modules
+from .plain import PlainVerbs
 
 __all__ = ["CudaBackend"]
 
@@ -54,7 +55,7 @@ class Event:
         return self._event.done
 
 
-class CudaBackend:
+class CudaBackend(PlainVerbs):
     """The verbs of ``base.Backend`` on the current device.
 
     Parameters
