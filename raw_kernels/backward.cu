@@ -26,7 +26,7 @@
  *
  * Warps: KEY_GROUPS groups of FRAGMENTS · 16 keys.  SHARERS = 2: two warps have the same keys; each computes S and dP of half
  * of the queries, and dV and dK of half of the columns (n16 blocks 2i + sharer), so that these fit into registers.
- * For dQ the warps stand as DQ_ROWS × DQ_COLUMNS over the tile of queries.
+ * For dQ the warps stand as DQ_ROWS × DQ_COLUMNS over the tile of queries, n16 block i · DQ_COLUMNS + column each.
  */
 #include "backward.cuh"
 
@@ -38,7 +38,7 @@ constexpr int THREADS = 32 * WARPS, KEY_GROUPS = WARPS / SHARERS;
 constexpr int K_STEPS = HEAD_DIM / 16, V_STEPS = HEAD_DIM_V / 16;               /* k16 steps of S and of dP */
 constexpr int K_BLOCKS = K_STEPS / SHARERS, V_BLOCKS = V_STEPS / SHARERS;       /* n16 blocks of a warp's dK and dV */
 constexpr int OWN = TILE_Q / SHARERS;                                           /* queries of a warp */
-constexpr int DQ_COLUMNS = WARPS / DQ_ROWS, DQ_FRAGMENTS = TILE_Q / DQ_ROWS / 16, DQ_BLOCKS = K_STEPS / DQ_COLUMNS;
+constexpr int DQ_WARPS = DQ_ROWS * DQ_COLUMNS, DQ_FRAGMENTS = TILE_Q / DQ_ROWS / 16, DQ_BLOCKS = K_STEPS / DQ_COLUMNS;
 constexpr int K_BYTES = 2 * HEAD_DIM, V_BYTES = 2 * HEAD_DIM_V, S_BYTES = 2 * TILE_Q; /* of a row */
 constexpr bool V_STAYS = V_KEPT == V_STEPS;                                     /* all of V in registers */
 constexpr bool MIDDLE_BARRIER = WITH_DQ || SHARERS > 1 || STAGES == 1;
@@ -58,16 +58,15 @@ static_assert(!V_STAYS || TILE_K * V_BYTES <= SHARED_BYTES, "V does not fit");
 static_assert(TILE_K == KEY_GROUPS * FRAGMENTS * 16 && (SHARERS == 1 || SHARERS == 2), "keys of a warp");
 static_assert(OWN % CHUNK == 0 && CHUNK % PART == 0 && PART % 16 == 0, "queries of a warp");
 static_assert(K_STEPS % SHARERS == 0 && V_STEPS % SHARERS == 0, "columns of a warp");
-static_assert(DQ_FRAGMENTS * DQ_ROWS * 16 == TILE_Q && DQ_BLOCKS * DQ_COLUMNS == K_STEPS, "dQ of a warp");
+static_assert(DQ_WARPS <= WARPS && DQ_FRAGMENTS * DQ_ROWS * 16 == TILE_Q && DQ_BLOCKS * DQ_COLUMNS == K_STEPS, "dQ of a warp");
 static_assert(K_BYTES % 128 == 0 || DQ_COLUMNS <= 2, "swizzled columns of dQ");
 
 /* What backward_prepare knows of a tile of queries of a head, in global memory; the front of it goes with each stage.
  *   -delta  [TILE_Q / 2][4]   of two queries, twice: a C fragment has two columns in two rows
- *   -lse    [TILE_Q]          · log2 e; -inf where a row has seen nothing or is not there: P = 0
- *   at      [TILE_Q]          for ALiBi
- *   sight   [TILE_Q][2]       lo, hi - lo; read where a tile is cut                                                       */
-constexpr int DELTA = 0, LSE = 8 * TILE_Q, AT = 12 * TILE_Q, SIGHT = 16 * TILE_Q, RECORD = 24 * TILE_Q;
-constexpr int STAGED = BURST_ALIBI ? SIGHT : AT;
+ *   -lse    [TILE_Q / 2][4]   of two queries, · log2 e, then their positions for ALiBi.  -inf where a row has seen nothing
+ *                             or is not there: P = 0
+ *   sight   [TILE_Q / 2][4]   lo, hi - lo of two queries; read where a tile is cut                                      */
+constexpr int DELTA = 0, LSE = 8 * TILE_Q, SIGHT = 16 * TILE_Q, RECORD = 24 * TILE_Q;
 
 /* red.v4 on sm_90: a lane's four numbers side by side; else the lanes' first numbers, their second ones, ... */
 #if __CUDA_ARCH__ >= 900
@@ -145,8 +144,8 @@ struct Warp {
     u32 dq_rows, dq_keys;   /* dS as A operand and K as B operand of dQ */
     u32 keys_k, keys_v, keys_s; /* the warp's keys: bytes from the start of the tile in K, V and dS */
     u32 own_q, own_do;      /* the warp's queries */
-    u32 rows_delta, rows_lse;
-    u32 from, to_q, to_do;  /* copies: this thread's first row and chunk */
+    u32 rows;               /* -delta of this lane's first queries */
+    u32 to_q, to_do;        /* copies: this thread's first row and chunk */
 
     __device__ __forceinline__ Warp(const Block &b) : block(b), scoring(b) {}
 
@@ -166,8 +165,7 @@ struct Warp {
         keys_s = S_BYTES == K_BYTES ? keys_k : opaque_uniform(group * FRAGMENTS * 16 * S_BYTES);
         own_q = SHARERS > 1 ? opaque_uniform(sharer * OWN * K_BYTES) : 0;
         own_do = V_BYTES == K_BYTES ? own_q : SHARERS > 1 ? opaque_uniform(sharer * OWN * V_BYTES) : 0;
-        rows_delta = opaque(shared + ROWS_AT + DELTA + (lane & 3) * 16 + sharer * OWN * 8);
-        rows_lse = opaque(shared + ROWS_AT + LSE + (lane & 3) * 8 + sharer * OWN * 4);
+        rows = opaque(shared + ROWS_AT + (lane & 3) * 16 + sharer * OWN * 8);
 #if __CUDA_ARCH__ >= 900
         put = SHARERS == 1 && S_BYTES == K_BYTES ? k_rows
                                                  : opaque(shared + swizzled<S_BYTES>(row, sharer * OWN / 8 + chunk));
@@ -192,28 +190,30 @@ struct Warp {
     {
         const int row = C::row(warp, lane), chunk = C::chunk(warp, lane), first = item.tile * TILE_K + row;
         const char *from = at_row(x, item.batch, min(first, block.rows_k - 1), item.head) + 16 * chunk;
-        C::some(shared + to + swizzled<C::BYTES>(row, chunk), from, x.row, block.rows_k - first, columns / 8 - chunk);
+        C::some(warp, shared + to + swizzled<C::BYTES>(row, chunk), from, x.row, block.rows_k - first, columns / 8 - chunk);
     }
 
     /* Ask for a tile of queries: Q, dO and the front of its record. */
     __device__ __forceinline__ void fetch(const Walk &walk, u32 stage, u32 rows_stage)
     {
-        const int row_q = CarryQ::row(warp, lane), row_do = CarryDO::row(warp, lane);
-        const int first_q = walk.tile * TILE_Q + row_q, first_do = walk.tile * TILE_Q + row_do;
-        const char *q = block.q.data + item.batch * block.q.batch + walk.head * block.q.head + 16 * CarryQ::chunk(warp, lane);
-        const char *dout =
-            block.dout.data + item.batch * block.dout.batch + walk.head * block.dout.head + 16 * CarryDO::chunk(warp, lane);
+        const int lane = lane_again(); /* not kept in registers through the loop */
+        const u32 to_do = V_BYTES == K_BYTES ? to_q + Q_ROOM : this->to_do;
+        const int first_q = walk.tile * TILE_Q + CarryQ::row(warp, lane), chunk_q = CarryQ::chunk(warp, lane);
+        const int first_do = walk.tile * TILE_Q + CarryDO::row(warp, lane), chunk_do = CarryDO::chunk(warp, lane);
+        const char *q = block.q.data + item.batch * block.q.batch + walk.head * block.q.head;
+        const char *dout = block.dout.data + item.batch * block.dout.batch + walk.head * block.dout.head;
         if (block.d == HEAD_DIM && block.dim_v == HEAD_DIM_V && (walk.tile + 1) * TILE_Q <= block.rows_q) {
-            CarryQ::all(to_q + stage, q + first_q * block.q.row, block.q.row);
-            CarryDO::all(to_do + stage, dout + first_do * block.dout.row, block.dout.row);
+            CarryQ::all(warp, to_q + stage, q + ((u32)first_q * (u64)block.q.row + 16 * (u32)chunk_q), block.q.row);
+            CarryDO::all(warp, to_do + stage, dout + ((u32)first_do * (u64)block.dout.row + 16 * (u32)chunk_do), block.dout.row);
         } else {
             const int last = block.rows_q - 1;
-            CarryQ::some(to_q + stage, q + min(first_q, last) * block.q.row, block.q.row, block.rows_q - first_q,
-                         block.d / 8 - CarryQ::chunk(warp, lane));
-            CarryDO::some(to_do + stage, dout + min(first_do, last) * block.dout.row, block.dout.row,
-                          block.rows_q - first_do, block.dim_v / 8 - CarryDO::chunk(warp, lane));
+            CarryQ::some(warp, to_q + stage, q + min(first_q, last) * block.q.row + 16 * chunk_q, block.q.row,
+                         block.rows_q - first_q, block.d / 8 - chunk_q);
+            CarryDO::some(warp, to_do + stage, dout + min(first_do, last) * block.dout.row + 16 * chunk_do, block.dout.row,
+                          block.rows_q - first_do, block.dim_v / 8 - chunk_do);
         }
-        if (from < STAGED) copy16(shared + ROWS_AT + rows_stage + from, record_of(block, number(walk)) + from);
+        const u32 from = 16 * (32 * warp + lane);
+        if (from < SIGHT) copy16(shared + ROWS_AT + rows_stage + from, record_of(block, number(walk)) + from);
         copies_commit();
     }
 
@@ -281,7 +281,7 @@ struct Warp {
                     ldmatrix(b, along<V_BYTES>(do_rows, 2 * step) + do_chunk + n * 16 * V_BYTES);
                     UNROLL for (int e = 0; e < 2; e++) {
                         float minus_delta[4] = {0, 0, 0, 0};
-                        if (step == 0) shared_float4(minus_delta, rows_delta + rows_stage + (chunk * CHUNK + n * 16 + e * 8) * 8);
+                        if (step == 0) shared_float4(minus_delta, rows + rows_stage + DELTA + (chunk * CHUNK + n * 16 + e * 8) * 8);
                         UNROLL for (int m = 0; m < FRAGMENTS; m++)
                             mma(dp[m][2 * n + e], a[m], b[2 * e], b[2 * e + 1], step ? dp[m][2 * n + e] : minus_delta);
                     }
@@ -310,11 +310,11 @@ struct Warp {
                 UNROLL for (int n = 0; n < PART / 16; n++) {
                     UNROLL for (int e = 0; e < 2; e++) {
                         const int query = first + n * 16 + e * 8; /* this lane has the queries 2 (lane % 4) + 0, 1 from here */
-                        const float2 minus_lse = shared_float2(rows_lse + rows_stage + query * 4);
+                        const float2 minus_lse = shared_float2(rows + rows_stage + LSE + query * 8);
                         int4 sight = {0, 0, 0, 0};
                         int2 at = {0, 0};
                         if (CUT) sight = *(const int4 *)(record + SIGHT + query * 8);
-                        if (BURST_ALIBI) at = shared_int2(rows_lse + rows_stage + (AT - LSE) + query * 4);
+                        if (BURST_ALIBI) at = shared_int2(rows + rows_stage + LSE + 8 + query * 8);
                         UNROLL for (int m = 0; m < FRAGMENTS; m++)
                             UNROLL for (int i = 0; i < 2; i++) { /* keys lane / 4 + 8 i */
                                 float(&x)[4] = s[m][2 * n + e], (&y)[4] = dp[m][part * (PART / 8) + 2 * n + e];
@@ -372,7 +372,7 @@ struct Warp {
     /* dQ += dS K, over all keys of the tile: this warp's rows and columns, to the sums of the tile. */
     __device__ __forceinline__ void add_dq(float *sums)
     {
-        sums += warp * (SUMS / WARPS) + lane * (WIDE_RED ? 4 : 1);
+        sums += warp * (SUMS / DQ_WARPS) + lane * (WIDE_RED ? 4 : 1);
         constexpr int AT_ONCE = DQ_BLOCKS > DQ_PART ? DQ_PART : DQ_BLOCKS;
         UNROLL for (int start = 0; start < DQ_BLOCKS; start += AT_ONCE) {
             float dq[DQ_FRAGMENTS][2 * AT_ONCE][4];
@@ -444,7 +444,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) backward(const _
     w.group = w.warp / SHARERS, w.sharer = w.warp % SHARERS;
     w.item = work_item(block, blockIdx.x, block.kv_heads, block.tiles_k, 1);
     w.place(shared_address(shared_memory));
-    w.from = 16 * threadIdx.x;
     w.to_q = opaque(w.shared + STAGE_AT + swizzled<K_BYTES>(Warp::CarryQ::row(w.warp, w.lane), Warp::CarryQ::chunk(w.warp, w.lane)));
     w.to_do = opaque(w.shared + STAGE_AT + Q_ROOM +
                      swizzled<V_BYTES>(Warp::CarryDO::row(w.warp, w.lane), Warp::CarryDO::chunk(w.warp, w.lane)));
@@ -505,7 +504,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) backward(const _
                 if (SHARERS > 1) __syncthreads();
                 if (more) w.fetch(walk, 0, 0);
             }
-            if (WITH_DQ) w.add_dq(sums_of(block, number));
+            if (WITH_DQ && (DQ_WARPS == WARPS || w.warp < DQ_WARPS)) w.add_dq(sums_of(block, number));
             if (STAGES == 2) stage ^= STAGE, rows_stage ^= ROWS_ROOM;
         };
         NO_UNROLL while (more && walk.cut) step(Cut<true>());
@@ -536,8 +535,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_prepare(const __g
             }
         }
         *(float4 *)(record + DELTA + i * 8) = {delta[0], delta[1], delta[0], delta[1]};
-        *(float2 *)(record + LSE + i * 4) = {lse[0], lse[1]};
-        *(int2 *)(record + AT + i * 4) = {at[0], at[1]};
+        *(float4 *)(record + LSE + i * 8) = {lse[0], lse[1], __int_as_float(at[0]), __int_as_float(at[1])};
         *(int4 *)(record + SIGHT + i * 8) = {lo[0], length[0], lo[1], length[1]};
     }
 }
@@ -550,7 +548,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_fold(const __grid
     const int tile = item % (u32)block.tiles_q, pair = item / (u32)block.tiles_q;
     const int head = pair % block.heads, batch = pair / block.heads;
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    const float *const sums = sums_of(block, item) + warp * (SUMS / WARPS) + lane * (WIDE_RED ? 4 : 1);
+    if (warp >= DQ_WARPS) return;
+    const float *const sums = sums_of(block, item) + warp * (SUMS / DQ_WARPS) + lane * (WIDE_RED ? 4 : 1);
     UNROLL for (int m = 0; m < DQ_FRAGMENTS; m++)
         UNROLL for (int n = 0; n < 2 * DQ_BLOCKS; n++) {
             const int column = ((n >> 1) * DQ_COLUMNS + warp % DQ_COLUMNS) * 16 + (n & 1) * 8;

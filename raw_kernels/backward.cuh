@@ -38,6 +38,14 @@ DEVICE u32 opaque_uniform(u32 x)
     return y;
 }
 
+/* The lane's number, read anew: cheaper than a register that lives through a loop. */
+DEVICE int lane_again()
+{
+    int lane;
+    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+    return lane;
+}
+
 DEVICE float2 shared_float2(u32 address)
 {
     float2 x;
@@ -64,7 +72,8 @@ DEVICE void shared_store(u32 address, u32 x) { asm volatile("st.shared.b32 [%0],
  * full sectors whatever the stride, and a thread stays in its rows, so that columns are constant offsets. */
 template <int ROWS, int COLUMNS, int WARPS_> struct Carry {
     static constexpr int BYTES = 2 * COLUMNS, UNITS = COLUMNS / 32;
-    static constexpr int ROW_WARPS = ROWS / 8 < WARPS_ ? ROWS / 8 : WARPS_, COLUMN_WARPS = WARPS_ / ROW_WARPS;
+    static constexpr int ROW_WARPS = ROWS / 8 < WARPS_ ? ROWS / 8 : WARPS_;
+    static constexpr int COLUMN_WARPS = UNITS % (WARPS_ / ROW_WARPS) ? 1 : WARPS_ / ROW_WARPS; /* 1: some warps carry nothing */
     static constexpr int PASS = 8 * ROW_WARPS; /* rows at once */
     static_assert(ROWS % PASS == 0 && WARPS_ % ROW_WARPS == 0, "rows of a copy");
 
@@ -76,9 +85,9 @@ template <int ROWS, int COLUMNS, int WARPS_> struct Carry {
     static __device__ __forceinline__ int chunk(int warp, int lane) { return warp / ROW_WARPS * 4 + (lane & 3); }
 
     /* shared: of this thread's first chunk; global: likewise; stride: bytes between rows. */
-    static __device__ __forceinline__ void all(u32 shared, const char *global, i64 stride)
+    static __device__ __forceinline__ void all(int warp, u32 shared, const char *global, i64 stride)
     {
-        static_assert(COLUMN_WARPS == 1 || UNITS % COLUMN_WARPS == 0, "columns of a copy");
+        if (ROW_WARPS * COLUMN_WARPS < WARPS_ && warp >= ROW_WARPS * COLUMN_WARPS) return;
         UNROLL for (int pass = 0; pass < ROWS / PASS; pass++) {
             UNROLL for (int unit = 0; unit < UNITS; unit += COLUMN_WARPS)
                 copy16(along<BYTES>(shared, 4 * unit) + pass * PASS * BYTES, global + 64 * unit);
@@ -87,8 +96,9 @@ template <int ROWS, int COLUMNS, int WARPS_> struct Carry {
     }
 
     /* The same where only `rows` rows from this thread's first one on, or `chunks` chunks from its first one on, are there. */
-    static __device__ __forceinline__ void some(u32 shared, const char *global, i64 stride, int rows, int chunks)
+    static __device__ __forceinline__ void some(int warp, u32 shared, const char *global, i64 stride, int rows, int chunks)
     {
+        if (ROW_WARPS * COLUMN_WARPS < WARPS_ && warp >= ROW_WARPS * COLUMN_WARPS) return;
         UNROLL for (int pass = 0; pass < ROWS / PASS; pass++) {
             UNROLL for (int unit = 0; unit < UNITS; unit += COLUMN_WARPS) {
                 const bool there = pass * PASS < rows && 4 * unit < chunks;

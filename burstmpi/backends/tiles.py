@@ -87,3 +87,96 @@ class Kernel:
         """Bytes of Block.work of a backward kernel; ``sums``: with dQ by atomic sums."""
         rows = batch * heads * -(-rows_q // self.tile.queries) * self.tile.queries
         return rows * (self.sum_bytes * sums + self.prepared_bytes)
+
+
+# ---------------------------------------------------------------- backward, float16 and bfloat16
+
+
+@dataclass(frozen=True)
+class _Gradients:
+    """A shape of raw_kernels/backward.cu; its text says what the numbers mean."""
+
+    queries: int
+    keys: int
+    warps: int
+    sharers: int  # warps that have the same keys: 2 where dK and dV of a warp would not fit its registers
+    fragments: int  # of 16 keys a warp
+    chunk: int  # queries whose dP is in registers
+    part: int  # queries whose S is in registers
+    kept_k: int  # steps of 16 columns of K in registers
+    kept_v: int  # and of V
+    stages: int
+    resident: int = 1
+    dq_part: int = 8  # blocks of 16 columns of dQ at once
+
+
+# By the larger of the head dims.  docs/kernels.md tells why.
+_BACKWARD = {
+    "80": {
+        32: _Gradients(64, 128, 4, 1, 2, 32, 16, 0, 2, 2, 2),
+        64: _Gradients(64, 128, 4, 1, 2, 32, 16, 0, 4, 2, 2),
+        96: _Gradients(64, 128, 8, 2, 2, 32, 32, 0, 6, 2),
+        128: _Gradients(64, 128, 8, 2, 2, 32, 32, 1, 2, 2),
+        192: _Gradients(64, 64, 8, 2, 1, 32, 32, 0, 0, 2),
+        256: _Gradients(64, 64, 8, 2, 1, 32, 32, 0, 0, 1, dq_part=2),
+    },
+    # sm_86, 89, 120: 99 KB a block of threads, 100 KB a multiprocessor
+    "86": {
+        32: _Gradients(64, 128, 4, 1, 2, 32, 16, 0, 2, 2, 2),
+        64: _Gradients(64, 128, 4, 1, 2, 32, 16, 0, 4, 1, 2),
+        96: _Gradients(64, 128, 8, 1, 1, 32, 32, 0, 6, 1),
+        128: _Gradients(64, 128, 8, 1, 1, 32, 32, 0, 8, 1),
+        192: _Gradients(64, 64, 8, 2, 1, 32, 32, 0, 12, 1),
+        256: _Gradients(32, 64, 8, 2, 1, 16, 16, 0, 16, 1, dq_part=2),
+    },
+    # 64 KB
+    "75": {
+        32: _Gradients(64, 128, 4, 1, 2, 32, 16, 0, 2, 1, 2),
+        64: _Gradients(64, 128, 4, 1, 2, 32, 16, 0, 4, 1),
+        96: _Gradients(64, 64, 4, 1, 1, 32, 32, 0, 6, 1),
+        128: _Gradients(32, 128, 8, 1, 1, 32, 32, 0, 8, 1),
+        192: _Gradients(32, 64, 8, 2, 1, 16, 16, 0, 12, 1),
+        256: _Gradients(32, 32, 4, 2, 1, 16, 16, 0, 16, 1, dq_part=2),
+    },
+}
+_BACKWARD["89"] = _BACKWARD["120"] = _BACKWARD["86"]
+_BACKWARD["90"] = _BACKWARD["100"] = {**_BACKWARD["80"], 256: _Gradients(64, 64, 8, 2, 1, 32, 32, 0, 0, 2, dq_part=2)}
+
+_HALVES = {"float16": 2, "bfloat16": 3}
+
+
+def _half(arch: str, dtype: str) -> int:
+    if dtype not in _HALVES:
+        raise ValueError(f"dtype: the tensor-core kernels take float16 and bfloat16, got {dtype}")
+    if dtype == "bfloat16" and arch == "75":
+        raise ValueError("dtype: bfloat16 needs sm_80 or newer, this GPU is sm_75; float16 is possible")
+    return _HALVES[dtype]
+
+
+def backward(arch: str, dtype: str, d: int, dv: int) -> Kernel:
+    """Give the kernel of dK, dV and, by atomic sums, dQ: raw_kernels/backward.cu.
+
+    Raises
+    ------
+    ValueError
+        bfloat16 on sm_75; a head dim that is no multiple of 8 or above 256.
+    """
+    kind, d, dv = _half(arch, dtype), padded(d), padded(dv)
+    shape = _BACKWARD[arch][max(d, dv)]
+    kept_v = min(shape.kept_v, dv // 16)
+    stays = kept_v == dv // 16
+    columns = next(c for c in (4, 2) if c < shape.warps and d // 16 % c == 0 and (d % 64 == 0 or c == 2))
+    shared = (
+        shape.keys * 2 * (d + (0 if stays else dv))
+        + shape.stages * shape.queries * (2 * (d + dv) + 16)
+        + shape.sharers * shape.keys * 2 * shape.queries
+    )
+    tile = Tile(shape.queries, shape.keys, shape.warps, shape.stages, shared, shape.resident)
+    defines = {
+        "TYPE": kind, "HEAD_DIM": d, "HEAD_DIM_V": dv, "TILE_Q": shape.queries, "TILE_K": shape.keys,
+        "WARPS": shape.warps, "STAGES": shape.stages, "SHARED": shared, "SHARED_LIMIT": SHARED_LIMIT[arch],
+        "SHARERS": shape.sharers, "FRAGMENTS": shape.fragments, "CHUNK": shape.chunk, "PART": shape.part,
+        "K_KEPT": shape.kept_k, "V_KEPT": kept_v, "RESIDENT": shape.resident,
+        "DQ_ROWS": min(shape.warps // columns, shape.queries // 16), "DQ_COLUMNS": columns, "DQ_PART": shape.dq_part,
+    }  # fmt: skip
+    return Kernel("backward", tile, defines, sum_bytes=4 * d, prepared_bytes=24)
