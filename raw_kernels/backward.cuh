@@ -66,6 +66,16 @@ DEVICE void shared_float4(float (&x)[4], u32 address)
                  : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3]) : "r"(address) : "memory");
 }
 
+/* 4 bytes, or a zero where `there` is false. */
+DEVICE void copy4_or_zero(u32 shared, const void *global, bool there)
+{
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" :: "r"(shared), "l"(global), "r"(there ? 4 : 0) : "memory");
+#else
+    asm volatile("st.shared.b32 [%0], %1;" :: "r"(shared), "r"(there ? *(const int *)global : 0) : "memory");
+#endif
+}
+
 DEVICE void shared_store(u32 address, u32 x) { asm volatile("st.shared.b32 [%0], %1;" :: "r"(address), "r"(x) : "memory"); }
 
 /* How WARPS warps carry ROWS rows of COLUMNS numbers to shared memory: an instruction of a warp takes 8 rows of 64 bytes,

@@ -142,15 +142,15 @@ _BACKWARD = {
 _BACKWARD["89"] = _BACKWARD["120"] = _BACKWARD["86"]
 _BACKWARD["90"] = _BACKWARD["100"] = {**_BACKWARD["80"], 256: _Gradients(64, 64, 8, 2, 1, 32, 32, 0, 0, 2, dq_part=2)}
 
-_HALVES = {"float16": 2, "bfloat16": 3}
+_HALF_TYPES = {"float16": 2, "bfloat16": 3}
 
 
 def _half(arch: str, dtype: str) -> int:
-    if dtype not in _HALVES:
+    if dtype not in _HALF_TYPES:
         raise ValueError(f"dtype: the tensor-core kernels take float16 and bfloat16, got {dtype}")
     if dtype == "bfloat16" and arch == "75":
         raise ValueError("dtype: bfloat16 needs sm_80 or newer, this GPU is sm_75; float16 is possible")
-    return _HALVES[dtype]
+    return _HALF_TYPES[dtype]
 
 
 def backward(arch: str, dtype: str, d: int, dv: int) -> Kernel:
@@ -180,3 +180,77 @@ def backward(arch: str, dtype: str, d: int, dv: int) -> Kernel:
         "DQ_ROWS": min(shape.warps // columns, shape.queries // 16), "DQ_COLUMNS": columns, "DQ_PART": shape.dq_part,
     }  # fmt: skip
     return Kernel("backward", tile, defines, sum_bytes=4 * d, prepared_bytes=24)
+
+
+@dataclass(frozen=True)
+class _Queries:
+    """A shape of raw_kernels/backward_queries.cu."""
+
+    queries: int
+    keys: int
+    warps: int
+    fragments: int  # of 16 queries a warp
+    chunk: int  # keys whose S is in registers
+    part: int  # keys whose dP is in registers
+    kept_q: int  # steps of 16 columns of Q in registers
+    kept_do: int  # and of dO
+    stages: int
+    resident: int = 1
+
+
+_BACKWARD_QUERIES = {
+    "80": {
+        32: _Queries(128, 64, 4, 2, 32, 16, 2, 2, 2, 2),
+        64: _Queries(128, 64, 4, 2, 32, 16, 4, 4, 2, 2),
+        96: _Queries(128, 64, 4, 2, 32, 16, 0, 0, 2),
+        128: _Queries(128, 64, 4, 2, 32, 16, 0, 0, 2),
+        192: _Queries(128, 64, 8, 1, 32, 32, 0, 0, 1),
+        256: _Queries(128, 32, 8, 1, 32, 16, 0, 0, 1),
+    },
+    "86": {
+        32: _Queries(128, 64, 4, 2, 32, 16, 2, 2, 2, 2),
+        64: _Queries(128, 64, 4, 2, 32, 16, 4, 4, 2, 2),
+        96: _Queries(128, 32, 4, 2, 32, 16, 0, 0, 2),
+        128: _Queries(128, 32, 4, 2, 32, 16, 0, 0, 2),
+        192: _Queries(64, 32, 4, 1, 32, 32, 0, 0, 2),
+        256: _Queries(64, 32, 4, 1, 32, 16, 0, 0, 1),
+    },
+    "75": {
+        32: _Queries(128, 64, 4, 2, 32, 16, 2, 2, 1, 2),
+        64: _Queries(128, 64, 4, 2, 32, 16, 4, 4, 1),
+        96: _Queries(64, 64, 4, 1, 32, 32, 0, 0, 1),
+        128: _Queries(64, 32, 4, 1, 32, 32, 0, 0, 1),
+        192: _Queries(64, 16, 4, 1, 16, 16, 0, 0, 1),
+        256: _Queries(32, 16, 2, 1, 16, 16, 0, 0, 1),
+    },
+}
+_BACKWARD_QUERIES["89"] = _BACKWARD_QUERIES["120"] = _BACKWARD_QUERIES["86"]
+_BACKWARD_QUERIES["90"] = _BACKWARD_QUERIES["100"] = {
+    **_BACKWARD_QUERIES["80"],
+    192: _Queries(128, 64, 8, 1, 32, 32, 0, 0, 2),
+    256: _Queries(128, 32, 8, 1, 32, 16, 0, 0, 2),
+}
+
+
+def backward_queries(arch: str, dtype: str, d: int, dv: int) -> Kernel:
+    """Give the kernel of dQ alone, with the same bits each time: raw_kernels/backward_queries.cu.
+
+    Raises
+    ------
+    ValueError
+        As ``backward``.
+    """
+    kind, d, dv = _half(arch, dtype), padded(d), padded(dv)
+    shape = _BACKWARD_QUERIES[arch][max(d, dv)]
+    kept_q, kept_do = min(shape.kept_q, d // 16), min(shape.kept_do, dv // 16)
+    queries, loop = shape.queries * 2 * (d + dv), shape.stages * shape.keys * (2 * (d + dv) + 4)
+    stay = kept_q == d // 16 and kept_do == dv // 16
+    shared = max(queries, loop) if stay else queries + loop
+    tile = Tile(shape.queries, shape.keys, shape.warps, shape.stages, shared, shape.resident)
+    defines = {
+        "TYPE": kind, "HEAD_DIM": d, "HEAD_DIM_V": dv, "TILE_Q": shape.queries, "TILE_K": shape.keys,
+        "WARPS": shape.warps, "STAGES": shape.stages, "SHARED": shared, "SHARED_LIMIT": SHARED_LIMIT[arch],
+        "FRAGMENTS": shape.fragments, "CHUNK": shape.chunk, "PART": shape.part,
+        "Q_KEPT": kept_q, "DO_KEPT": kept_do, "RESIDENT": shape.resident,
+    }  # fmt: skip
+    return Kernel("backward_queries", tile, defines)
