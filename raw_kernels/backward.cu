@@ -126,7 +126,8 @@ struct Walk {
 
 struct Warp {
     const Block &block;
-    int lane, warp, group, sharer;
+    u32 lane, warp, group, sharer;
+    bool plain;                                   /* no column to be filled up, strides of Q and dO below 32 MB */
     u32 shared;                                   /* address of shared memory */
     Item item;
     int first_head;
@@ -145,7 +146,6 @@ struct Warp {
     u32 keys_k, keys_v, keys_s; /* the warp's keys: bytes from the start of the tile in K, V and dS */
     u32 own_q, own_do;      /* the warp's queries */
     u32 rows;               /* -delta of this lane's first queries */
-    u32 to_q, to_do;        /* copies: this thread's first row and chunk */
 
     __device__ __forceinline__ Warp(const Block &b) : block(b), scoring(b) {}
 
@@ -196,25 +196,32 @@ struct Warp {
     /* Ask for a tile of queries: Q, dO and the front of its record. */
     __device__ __forceinline__ void fetch(const Walk &walk, u32 stage, u32 rows_stage)
     {
-        const int lane = lane_again(); /* not kept in registers through the loop */
-        const u32 to_do = V_BYTES == K_BYTES ? to_q + Q_ROOM : this->to_do;
-        const int first_q = walk.tile * TILE_Q + CarryQ::row(warp, lane), chunk_q = CarryQ::chunk(warp, lane);
-        const int first_do = walk.tile * TILE_Q + CarryDO::row(warp, lane), chunk_do = CarryDO::chunk(warp, lane);
-        const char *q = block.q.data + item.batch * block.q.batch + walk.head * block.q.head;
-        const char *dout = block.dout.data + item.batch * block.dout.batch + walk.head * block.dout.head;
-        if (block.d == HEAD_DIM && block.dim_v == HEAD_DIM_V && (walk.tile + 1) * TILE_Q <= block.rows_q) {
-            CarryQ::all(warp, to_q + stage, q + ((u32)first_q * (u64)block.q.row + 16 * (u32)chunk_q), block.q.row);
-            CarryDO::all(warp, to_do + stage, dout + ((u32)first_do * (u64)block.dout.row + 16 * (u32)chunk_do), block.dout.row);
+        const u32 lane = lane_again(); /* not kept in registers through the loop */
+        const u32 row_q = CarryQ::row(warp, lane), chunk_q = CarryQ::chunk(warp, lane);
+        const u32 row_do = CarryDO::row(warp, lane), chunk_do = CarryDO::chunk(warp, lane);
+        const u32 to_q = shared + (STAGE_AT + stage) + swizzled<K_BYTES>(row_q, chunk_q);
+        const u32 to_do = shared + (STAGE_AT + Q_ROOM + stage) + swizzled<V_BYTES>(row_do, chunk_do);
+        if (plain && (walk.tile + 1) * TILE_Q <= block.rows_q) {
+            CarryQ::all(warp, to_q, near(block.q, walk) + (row_q * (u32)block.q.row + 16 * chunk_q), block.q.row);
+            CarryDO::all(warp, to_do, near(block.dout, walk) + (row_do * (u32)block.dout.row + 16 * chunk_do), block.dout.row);
         } else {
-            const int last = block.rows_q - 1;
-            CarryQ::some(warp, to_q + stage, q + min(first_q, last) * block.q.row + 16 * chunk_q, block.q.row,
-                         block.rows_q - first_q, block.d / 8 - chunk_q);
-            CarryDO::some(warp, to_do + stage, dout + min(first_do, last) * block.dout.row + 16 * chunk_do, block.dout.row,
-                          block.rows_q - first_do, block.dim_v / 8 - chunk_do);
+            const int first_q = walk.tile * TILE_Q + row_q, first_do = walk.tile * TILE_Q + row_do, last = block.rows_q - 1;
+            CarryQ::some(warp, to_q, at_row(block.q, item.batch, min(first_q, last), walk.head) + 16 * chunk_q, block.q.row,
+                         block.rows_q - first_q, block.d / 8 - (int)chunk_q);
+            CarryDO::some(warp, to_do, at_row(block.dout, item.batch, min(first_do, last), walk.head) + 16 * chunk_do,
+                          block.dout.row, block.rows_q - first_do, block.dim_v / 8 - (int)chunk_do);
         }
-        const u32 from = 16 * (32 * warp + lane);
-        if (from < SIGHT) copy16(shared + ROWS_AT + rows_stage + from, record_of(block, number(walk)) + from);
+        if (warp < TILE_Q / 32) { /* 16 bytes a query, a lane each */
+            const u32 from = 512 * warp + 16 * lane;
+            copy16(shared + (ROWS_AT + rows_stage) + from, record_of(block, number(walk)) + from);
+        }
         copies_commit();
+    }
+
+    /* The first row of a tile, where strides are small numbers (plain). */
+    __device__ __forceinline__ const char *near(const Tensor &x, const Walk &walk) const
+    {
+        return x.data + item.batch * x.batch + (u64)(u32)walk.head * (u32)x.head + (u64)(u32)(walk.tile * TILE_Q) * (u32)x.row;
     }
 
     __device__ __forceinline__ u32 number(const Walk &walk) const
@@ -261,6 +268,17 @@ struct Warp {
             UNROLL for (int m = 0; m < FRAGMENTS; m++)
                 UNROLL for (int e = 0; e < 2; e++) mma(sum[m][2 * block + e], a[m], b[2 * e], b[2 * e + 1]);
         }
+    }
+
+    /* The compiler would make addresses before the loop and keep more of them than there are registers.  Those that are
+     * named here change, as far as it knows, in each trip.  Which ones serve a shape best is tried out: tiles.py. */
+    __device__ __forceinline__ void pin()
+    {
+        if (PINS & 1) asm volatile("" : "+r"(k_rows), "+r"(q_rows));
+        if (PINS & 2) asm volatile("" : "+r"(put));
+        if (PINS & 4) asm volatile("" : "+r"(q_columns), "+r"(do_columns), "+r"(partner));
+        if (PINS & 8) asm volatile("" : "+r"(dq_rows), "+r"(dq_keys));
+        if (V_BYTES == K_BYTES) v_rows = k_rows, do_rows = q_rows;
     }
 
     /* pos: of this lane's keys, where CUT or ALiBi. */
@@ -444,9 +462,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) backward(const _
     w.group = w.warp / SHARERS, w.sharer = w.warp % SHARERS;
     w.item = work_item(block, blockIdx.x, block.kv_heads, block.tiles_k, 1);
     w.place(shared_address(shared_memory));
-    w.to_q = opaque(w.shared + STAGE_AT + swizzled<K_BYTES>(Warp::CarryQ::row(w.warp, w.lane), Warp::CarryQ::chunk(w.warp, w.lane)));
-    w.to_do = opaque(w.shared + STAGE_AT + Q_ROOM +
-                     swizzled<V_BYTES>(Warp::CarryDO::row(w.warp, w.lane), Warp::CarryDO::chunk(w.warp, w.lane)));
+    w.plain = block.d == HEAD_DIM && block.dim_v == HEAD_DIM_V &&
+              ((block.q.row | block.q.head | block.dout.row | block.dout.head) >> 25) == 0;
     UNROLL for (int m = 0; m < FRAGMENTS; m++) {
         UNROLL for (int n = 0; n < 2 * K_BLOCKS; n++) UNROLL for (int i = 0; i < 4; i++) w.dk[m][n][i] = 0;
         UNROLL for (int n = 0; n < 2 * V_BLOCKS; n++) UNROLL for (int i = 0; i < 4; i++) w.dv[m][n][i] = 0;
@@ -492,6 +509,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) backward(const _
         auto step = [&](auto cut) {
             copies_wait<0>();
             __syncthreads();
+            w.pin();
             const u32 number = w.number(walk);
             if (BURST_ALIBI) w.scoring.of_head(block, walk.head);
             more = walk.next(block, extent, whole, first_head, end_head);

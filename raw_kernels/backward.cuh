@@ -88,11 +88,14 @@ template <int ROWS, int COLUMNS, int WARPS_> struct Carry {
     static_assert(ROWS % PASS == 0 && WARPS_ % ROW_WARPS == 0, "rows of a copy");
 
     /* This thread's first row and chunk.  A quarter of a warp writes two rows, in different halves of the banks. */
-    static __device__ __forceinline__ int row(int warp, int lane)
+    static __device__ __forceinline__ u32 row(u32 warp, u32 lane)
     {
-        return warp % ROW_WARPS * 8 + (BYTES % 128 ? lane >> 2 : (lane >> 2 & 1) * 4 + (lane >> 3));
+        return (ROW_WARPS < WARPS_ ? warp % ROW_WARPS : warp) * 8 + (BYTES % 128 ? lane >> 2 : (lane >> 2 & 1) * 4 + (lane >> 3));
     }
-    static __device__ __forceinline__ int chunk(int warp, int lane) { return warp / ROW_WARPS * 4 + (lane & 3); }
+    static __device__ __forceinline__ u32 chunk(u32 warp, u32 lane)
+    {
+        return (COLUMN_WARPS > 1 ? warp / ROW_WARPS * 4 : 0) + (lane & 3);
+    }
 
     /* shared: of this thread's first chunk; global: likewise; stride: bytes between rows. */
     static __device__ __forceinline__ void all(int warp, u32 shared, const char *global, i64 stride)
