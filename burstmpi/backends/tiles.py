@@ -355,12 +355,12 @@ WIDE_DMMA = ("80", "90", "100")  # where float64 has tensor cores worth the name
 _WIDE_FORWARD = {
     # (type, DMMA): {padded head dim (the larger one): [(queries, keys, warps)]}
     ("float32", 0): {
-        32: [(128, 64, 4)],
-        64: [(128, 64, 4), (64, 64, 4)],
-        96: [(128, 32, 4), (64, 32, 4)],
-        128: [(128, 32, 4), (64, 32, 4), (32, 32, 4)],
-        192: [(64, 32, 4), (32, 32, 4), (32, 16, 4), (16, 16, 4)],
-        256: [(64, 32, 4), (32, 16, 4), (16, 16, 4)],
+        32: [(64, 64, 4)],
+        64: [(128, 64, 8), (64, 32, 4)],
+        96: [(128, 64, 8), (128, 32, 8), (64, 32, 4)],
+        128: [(128, 64, 8), (96, 32, 8), (32, 32, 4)],
+        192: [(128, 32, 8), (64, 32, 8), (48, 32, 4), (32, 16, 4)],
+        256: [(96, 32, 8), (64, 32, 8), (48, 16, 4), (16, 16, 4)],
     },
     ("float64", 0): {
         32: [(64, 32, 4)],
@@ -382,8 +382,8 @@ _WIDE_FORWARD = {
 _WIDE_BACKWARD = {
     # (queries, keys, warps, warps of S along queries x keys, of dK and dV along keys, of dQ along queries)
     ("float32", 0): {
-        32: [(64, 64, 4, 2, 2, 4, 4)],
-        64: [(64, 64, 4, 2, 2, 2, 2), (32, 64, 4, 2, 2, 2, 2), (32, 32, 4, 2, 2, 2, 2)],
+        32: [(64, 64, 4, 2, 2, 4, 4), (32, 64, 4, 2, 2, 4, 4)],
+        64: [(64, 64, 8, 4, 2, 4, 4), (32, 64, 4, 2, 2, 2, 2), (32, 32, 4, 2, 2, 2, 2)],
         96: [(32, 64, 4, 2, 2, 4, 4), (32, 32, 4, 2, 2, 4, 4), (16, 32, 4, 2, 2, 4, 4)],
         128: [(32, 64, 8, 2, 4, 4, 2), (32, 32, 4, 2, 2, 2, 2), (16, 32, 4, 2, 2, 2, 2), (16, 16, 4, 2, 2, 2, 2)],
         192: [(32, 32, 8, 4, 2, 4, 4), (16, 32, 8, 2, 4, 4, 4), (16, 16, 4, 2, 2, 2, 2), (8, 16, 4, 2, 2, 2, 2)],
@@ -457,12 +457,14 @@ def _wide(table, source, arch, name, d, dv, stages, shared_of, extra=lambda row:
             shared = shared_of(*row[:2], count, q, v, p, line)
             if shared > limit:
                 continue
+            # blocks side by side: by shared memory, and with all 255 registers that a thread may have
+            resident = max(1, min((limit + 1024) // (shared + 1024), 65536 // (256 * 32 * row[2])))
             defines = {
                 "TYPE": {"float64": 0, "float32": 1}[name], "DMMA": dmma, "HEAD_DIM": d, "HEAD_DIM_V": dv,
                 "TILE_Q": row[0], "TILE_K": row[1], "WARPS": row[2], "STAGES": count, "SHARED": shared,
-                "SHARED_LIMIT": limit, **extra(row),
+                "SHARED_LIMIT": limit, "RESIDENT": resident, **extra(row),
             }  # fmt: skip
-            tile = Tile(row[0], row[1], row[2], count, shared, resident=max(1, (limit + 1024) // (shared + 1024)))
+            tile = Tile(row[0], row[1], row[2], count, shared, resident)
             return Kernel(source, tile, defines, **more)
     raise ValueError(f"{source}: no tile of {name}, head dims {d} and {dv}, fits {limit} bytes of shared memory (sm_{arch})")
 
