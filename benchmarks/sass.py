@@ -274,6 +274,7 @@ def main():
     parser.add_argument("--dim-v", type=int)
     parser.add_argument("--entry", help="name of the kernel in its file; default: as the table's function")
     parser.add_argument("--hmma", type=int, help="of a trip of the main loop; default: the largest number that has a path")
+    parser.add_argument("--least", type=int, default=0, help="LDGSTS that a trip must have: tells it from a last one")
     parser.add_argument("-D", dest="defines", action="append", default=[], metavar="NAME=VALUE")
     parser.add_argument("--dump", action="store_true", help="print the hot path")
     args = parser.parse_args()
@@ -286,7 +287,7 @@ def main():
     print(f"{listing.name} sm_{args.arch}: {listing.registers} registers, {listing.stack} bytes of stack, "
           f"{listing.spills} of spills, {len(listing.lines)} instructions, {cubin.seconds:.1f} s to compile")  # fmt: skip
     counts = [args.hmma] if args.hmma else range(listing.count("HMMA"), 0, -1)
-    path = next((found for n in counts if (found := listing.hot_path(n))), None)
+    path = next((found for n in counts if (found := listing.hot_path(n, least={"LDGSTS": args.least}))), None)
     if path is None:
         sys.exit("no loop with that number of HMMA")
     if args.dump:
