@@ -46,6 +46,7 @@ typedef Pages<HEAD_DIM_V> PagesV;
 
 /* ---------------------------------------------------------------- shared memory, in bytes from its start */
 
+constexpr int DESK_BYTES = 96;
 constexpr int K_BYTES = TILE_K * HEAD_DIM * 2, V_BYTES = TILE_K * HEAD_DIM_V * 2, Q_BYTES = TILE_Q * HEAD_DIM * 2;
 constexpr int K_SMEM = 0;                                      /* [2 stages][pages][TILE_K][columns] */
 constexpr int V_SMEM = K_SMEM + 2 * K_BYTES;                   /* [V_STAGES][pages][TILE_K][columns] */
@@ -55,52 +56,70 @@ constexpr int Q_SMEM = Q_IN_REGISTERS ? 0 : TILES_END;
 constexpr int POSITIONS_SMEM = Q_IN_REGISTERS ? (Q_BYTES > TILES_END ? Q_BYTES : TILES_END) : TILES_END + Q_BYTES; /* [2 stages][TILE_K] int */
 constexpr int ROWS_SMEM = POSITIONS_SMEM + 2 * TILE_K * 4;     /* [TILE_Q] int2 {lo, hi} */
 constexpr int DESK_SMEM = ROWS_SMEM + TILE_Q * 8;              /* [WARPS] Desk */
-constexpr int SHARED_BYTES = DESK_SMEM + WARPS * 64;
+constexpr int SHARED_BYTES = DESK_SMEM + WARPS * DESK_BYTES;
 
 static_assert(SHARED_BYTES == SHARED, "tiles.py and the kernel disagree on shared memory");
 static_assert(SHARED <= SHARED_LIMIT, "the tile does not fit into shared memory");
 
 /* What a warp must know now and then, but should not keep in registers through the main loop. */
 struct Desk {
-    int4 reach;      /* of the warp's own rows, as in sight.cuh */
-    Item item;       /* what the block works on */
-    int begin;       /* first tile of keys of this split */
-    int window;      /* tiles from here on have been looked at ... */
-    u32 cut, full;   /* ... and these are still to be done: bit i is tile window + i */
-    int lowest;      /* tile of the run of full tiles that the main loop is in */
+    int4 reach;        /* of the warp's own rows, as in sight.cuh */
+    Item item;         /* what the block works on */
+    const char *k, *v; /* row 0 of the head of K and of V that it reads */
+    int begin;         /* first tile of keys of this split */
+    int whole;         /* tiles below this one are whole; 0 where rows lie too far apart for 32 bits */
+    int window;        /* tiles from here on have been looked at ... */
+    u32 cut, full;     /* ... and these are still to be done: bit i is tile window + i */
+    u32 hidden;        /* of the cut ones: this warp sees nothing of it */
+    u32 low, high;     /* some pair of this warp has pos < lo; pos >= hi */
+    int lowest;        /* tile of the run of full tiles that the main loop is in */
 };
-static_assert(sizeof(Desk) <= 64, "64 bytes a desk");
+static_assert(sizeof(Desk) <= DESK_BYTES, "tiles.py knows it");
 
 /* ---------------------------------------------------------------- walking the tiles of keys, from the last to the first */
 
 struct Next {
-    int tile; /* -1: no more */
-    bool cut; /* some pair may be hidden, or the tile is not whole */
+    int tile;               /* -1: no more */
+    bool cut;               /* some pair may be hidden from some warp, or the tile is not whole */
+    bool hidden, low, high; /* as on the desk */
 };
 
-/* Take a tile: of the 32 looked at, the cut ones first.  The whole warp calls it; all warps find the same. */
+/* Look at 32 tiles further down.  The whole warp calls it; all warps find the same, but for what their own rows see. */
+DEVICE void look_down(const Block &block, Desk &desk)
+{
+    const int lane = threadIdx.x % 32, end = desk.window, window = max(desk.begin, end - 32), tile = window + lane;
+    const int4 reach = desk.reach;
+    const Look look = look_at_keys(block, block.reach[desk.item.tile], window, end);
+    const int2 extent = tile < end ? block.extent[tile] : int2{0, 0};
+    const u32 hidden = __ballot_sync(~0u, !tile_visible(reach, extent));
+    const u32 low = __ballot_sync(~0u, extent.x < reach.z);
+    const u32 high = __ballot_sync(~0u, extent.y >= reach.w || (tile + 1) * TILE_K > block.rows_k);
+    if (lane == 0) {
+        desk.window = window, desk.cut = look.cut, desk.full = look.full;
+        desk.hidden = hidden, desk.low = low, desk.high = high;
+    }
+    __syncwarp();
+}
+
+/* Take a tile: of the 32 looked at, the cut ones first. */
 DEVICE Next next_tile(const Block &block, Desk &desk)
 {
-    u32 cut = desk.cut, full = desk.full;
-    int window = desk.window;
-    const int begin = desk.begin;
-    __syncwarp();
-    NO_UNROLL while (agreed(!(cut | full))) {
-        if (agreed(window <= begin)) return {-1, false};
-        const int end = window;
-        window = max(begin, window - 32);
-        const Look look = look_at_keys(block, block.reach[desk.item.tile], window, end);
-        cut = look.cut, full = look.full;
+    NO_UNROLL while (agreed(!(desk.cut | desk.full))) {
+        if (agreed(desk.window <= desk.begin)) return {-1, false, false, false, false};
+        __syncwarp();
+        look_down(block, desk);
     }
-    const bool is_cut = cut != 0;
-    const int bit = 31 - __clz(is_cut ? cut : full);
-    if ((threadIdx.x & 31) == 0) {
-        desk.window = window;
-        desk.cut = is_cut ? cut ^ (1u << bit) : cut;
-        desk.full = is_cut ? full : full ^ (1u << bit);
+    const u32 cut = desk.cut, full = desk.full;
+    const int bit = 31 - __clz(cut ? cut : full);
+    const u32 one = 1u << bit;
+    const Next next = {desk.window + bit, cut != 0, (desk.hidden & one) != 0, (desk.low & one) != 0, (desk.high & one) != 0};
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) {
+        if (cut) desk.cut = cut ^ one;
+        else desk.full = full ^ one;
     }
     __syncwarp();
-    return {window + bit, is_cut};
+    return next;
 }
 
 /* Take the full tiles that lie directly below a full one, and tell how many they are. */
@@ -145,9 +164,9 @@ template <int DIM> struct Share {
     static constexpr int PASS = THREADS / Pages<DIM>::PIECES; /* rows of a pass: a multiple of 8, so the XOR stays the same */
     static_assert(PASS % 8 == 0, "rows of a pass");
 
-    static DEVICE_MEMBER int row(int thread) { return thread / Pages<DIM>::PIECES; }
-    static DEVICE_MEMBER int piece(int thread) { return thread % Pages<DIM>::PIECES; }
-    static DEVICE_MEMBER u32 target(int thread) { return Pages<DIM>::at(row(thread), piece(thread)); }
+    static DEVICE_MEMBER int row(u32 thread) { return thread / Pages<DIM>::PIECES; }
+    static DEVICE_MEMBER int piece(u32 thread) { return thread % Pages<DIM>::PIECES; }
+    static DEVICE_MEMBER u32 target(u32 thread) { return Pages<DIM>::at(row(thread), piece(thread)); }
 };
 
 /* A whole tile of keys.  from: this thread's piece in its first row; step: bytes of PASS rows. */
@@ -165,20 +184,26 @@ template <int DIM> DEVICE void copy_tile(u32 to, const char *from, int step, int
         }
 }
 
-/* ROWS rows from `first` on of head (batch, head), zeros where there are none, and in columns that are none. */
-template <int DIM, int ROWS>
-DEVICE void copy_rows(u32 to, const Tensor &x, int batch, int head, int first, int rows, int columns)
+/* Where a thread's part of a tile of keys begins, in rows whose distance fits 32 bits. */
+template <int DIM> DEVICE const char *share_of(const char *rows, int distance, int first, u32 thread)
+{
+    return stepped(rows + Share<DIM>::piece(thread) * 16, first + Share<DIM>::row(thread), distance);
+}
+
+/* ROWS rows from `first` on, zeros where there are none, and in columns that are none.  rows: row 0. */
+template <int DIM, int ROWS> DEVICE void copy_rows(u32 to, const char *rows, i64 distance, int first, int count, int columns)
 {
     typedef Pages<DIM> P;
     constexpr int PASS = Share<DIM>::PASS;
-    const int thread = thread_index(), row = Share<DIM>::row(thread), piece = Share<DIM>::piece(thread);
-    const char *from = at_row(x, batch, first + row, head) + piece * 16;
+    const u32 thread = thread_index();
+    const int row = Share<DIM>::row(thread), piece = Share<DIM>::piece(thread);
+    const char *from = rows + (first + row) * distance + piece * 16;
     const u32 target = to + Share<DIM>::target(thread);
     UNROLL for (int i = 0; i < (ROWS + PASS - 1) / PASS; i++)
         UNROLL for (int page = 0; page < P::COUNT; page++) {
-            const bool there = first + row + i * PASS < rows && (!PADDED || (page * P::PIECES + piece) * 8 < columns);
+            const bool there = first + row + i * PASS < count && (!PADDED || (page * P::PIECES + piece) * 8 < columns);
             if (ROWS % PASS == 0 || row + i * PASS < ROWS)
-                copy16_or_zero(target + page * (ROWS * P::ROW) + i * (PASS * P::ROW), from + i * PASS * x.row + page * P::ROW, there);
+                copy16_or_zero(target + page * (ROWS * P::ROW) + i * (PASS * P::ROW), from + i * PASS * distance + page * P::ROW, there);
         }
 }
 

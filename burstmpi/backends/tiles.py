@@ -111,7 +111,7 @@ class _Forward:
         tiles = 2 * self.keys * (2 * d + self.v_stages * dv)
         queries = 2 * self.queries * d
         held = max(tiles, queries) if self.q_in_registers else tiles + queries
-        return held + 2 * self.keys * 4 + self.queries * 8 + self.warps * 64
+        return held + 2 * self.keys * 4 + self.queries * 8 + self.warps * 96
 
 
 # (the wider of the two padded head dims) -> tile, for each amount of shared memory.  32 rows a warp where registers
@@ -129,7 +129,7 @@ _FORWARD = {
         32: _Forward(128, 64, 4, 2, True, 16, 2),
         64: _Forward(128, 64, 4, 2, True, 16, 2),
         96: _Forward(128, 64, 4, 1, False, 32, 1),
-        128: _Forward(128, 64, 4, 1, False, 64, 1),
+        128: _Forward(128, 64, 4, 1, False, 32, 1),
         192: _Forward(64, 32, 4, 1, False, 32, 1),
         256: _Forward(64, 32, 4, 1, False, 32, 1),
     },
