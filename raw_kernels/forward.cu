@@ -3,7 +3,7 @@
  *     (out, lse) <- (out, lse) (+) attend(q, k, v)              the recurrence of BurstAttention's local half
  *
  *             shared memory                          a warp: 32 rows of Q (16 for wide heads)
- *     K stage 0 | K stage 1   --ldmatrix-->          S = Q K'                  [32, TILE_K]   registers, CHUNK keys at a time
+ *     K stage 0 | K stage 1   --ldmatrix-->          S = Q K'                  [32, TILE_K]   registers, a chunk of keys at a time
  *     V stage 0 | V stage 1                          P = 2^(S c - m)           [32, TILE_K]   packed to TYPE in registers
  *        ^  cp.async, one tile ahead  --ldmatrix.t-> O = O + P V               [32, HEAD_DIM_V]  registers, float32
  *     Q in the order of fragments, or not at all where registers hold it; positions, intervals, a desk a warp
@@ -58,7 +58,7 @@ DEVICE void ask(u32 smem, const Block &block, const Desk &desk, Next next, int s
     if (agreed(next.tile < 0)) return;
     ask_keys(smem, block, desk, next.tile, stage);
     if (V_STAGES == 2) ask_values(smem, block, desk, next.tile, stage);
-    if (BENT || agreed(next.cut)) copy_positions(smem + POSITIONS_SMEM + stage * (TILE_K * 4), block, next.tile);
+    if (BENT || agreed(next.kind)) copy_positions(smem + POSITIONS_SMEM + stage * (TILE_K * 4), block, next.tile);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) forward(const __grid_constant__ Block block)
@@ -110,7 +110,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const __grid_const
 
     NO_UNROLL while (agreed(now.tile >= 0)) {
 #if !BENT
-        if (agreed(!now.cut) && agreed(stage == 0 && started && desk.whole)) {
+        if (agreed(!now.kind) && agreed(stage == 0 && started && desk.whole)) {
             /* ---------------- the main loop: full tiles that another one follows, two a trip.  `now` is on its way into stage 0 */
             const int step_k = opaque((int)block.k.row * Share<HEAD_DIM>::PASS);
             const int step_v = opaque((int)block.v.row * Share<HEAD_DIM_V>::PASS);
@@ -146,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const __grid_const
                 if (!take_tile<false>(state, at, K_BYTES, OTHER_V, c, none)) take_classic(state, at, K_BYTES, OTHER_V, c, none, Bend{});
                 stage = 0;
             }
-            now = {desk.lowest, false, false, false, false}; /* the last one goes the general way */
+            now = {desk.lowest, FULL}; /* the last one goes the general way */
         }
 #endif
         /* ---------------- any tile: cut, not whole, the first one */
@@ -161,9 +161,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const __grid_const
         copies_commit();
         const int offset_k = stage * K_BYTES, offset_v = V_STAGES == 2 ? stage * V_BYTES : 0;
         const Mask mask = {smem + POSITIONS_SMEM + stage * (TILE_K * 4) + lane % 4 * 8, smem + ROWS_SMEM + (warp * WARP_ROWS + lane / 4) * 8,
-                           agreed(now.cut && now.low), agreed(now.cut && now.high)};
+                           agreed(now.kind & LOW), agreed(now.kind & HIGH)};
         await_values(); /* by all warps at one place, whatever each does then */
-        if (agreed(!(now.cut && now.hidden))) {
+        if (agreed(!(now.kind & HIDDEN))) {
 #if BENT
             const int row = desk.item.tile * TILE_Q + warp * WARP_ROWS + lane / 4;
             const Bend bend = {(float)block.scale, (float)block.softcap, BURST_ALIBI ? block.slopes[desk.item.head] : 0.f, block.at + row, block.rows_q - row};

@@ -2,7 +2,7 @@
  *
  *   TILE_Q, TILE_K       rows of a tile of queries, of keys           WARPS   of a block, TILE_Q / WARPS rows each (16 or 32)
  *   HEAD_DIM, HEAD_DIM_V columns of Q and K, of V                     V_STAGES tiles of V that shared memory holds (K: 2)
- *   Q_IN_REGISTERS       1: Q's fragments stay in registers           CHUNK   keys whose scores are made at a time
+ *   Q_IN_REGISTERS       1: Q's fragments stay in registers           FULL_CHUNK, CUT_CHUNK  keys whose scores are made at a time
  *   PADDED               1: d or dim_v is less than HEAD_DIM(_V)
  */
 #ifndef BURST_FORWARD_SHAPE_CUH
@@ -23,7 +23,7 @@ constexpr int STEPS_V = HEAD_DIM_V / 16;    /* pairs of n8 tiles of O */
 constexpr int STEPS_K = TILE_K / 16;        /* k16 steps of O += P V */
 
 static_assert(TILE_Q == WARPS * SLABS * 16 && (SLABS == 1 || SLABS == 2), "a warp has 16 or 32 rows");
-static_assert(TILE_K % CHUNK == 0 && CHUNK % 16 == 0, "chunks of 16 keys");
+static_assert(TILE_K % FULL_CHUNK == 0 && FULL_CHUNK % 16 == 0 && TILE_K % CUT_CHUNK == 0 && CUT_CHUNK % 16 == 0, "chunks of 16 keys");
 
 /* Rows of 16-bit numbers in shared memory: pages of 64 columns (128 bytes a row), or of 32 where DIM is no multiple of
  * 64.  The 16-byte pieces of a row are swapped by an XOR with its number, so that 8 rows at one column (a phase of
@@ -78,10 +78,11 @@ static_assert(sizeof(Desk) <= DESK_BYTES, "tiles.py knows it");
 
 /* ---------------------------------------------------------------- walking the tiles of keys, from the last to the first */
 
+enum { FULL = 0, CUT = 1, HIDDEN = 2, LOW = 4, HIGH = 8 }; /* CUT: some pair may be hidden from some warp, or the tile is not whole */
+
 struct Next {
-    int tile;               /* -1: no more */
-    bool cut;               /* some pair may be hidden from some warp, or the tile is not whole */
-    bool hidden, low, high; /* as on the desk */
+    int tile; /* -1: no more */
+    int kind; /* FULL, or CUT and what this warp must know of it, as on the desk */
 };
 
 /* Look at 32 tiles further down.  The whole warp calls it; all warps find the same, but for what their own rows see. */
@@ -105,17 +106,19 @@ DEVICE void look_down(const Block &block, Desk &desk)
 DEVICE Next next_tile(const Block &block, Desk &desk)
 {
     NO_UNROLL while (agreed(!(desk.cut | desk.full))) {
-        if (agreed(desk.window <= desk.begin)) return {-1, false, false, false, false};
+        if (agreed(desk.window <= desk.begin)) return {-1, FULL};
         __syncwarp();
         look_down(block, desk);
     }
     const u32 cut = desk.cut, full = desk.full;
     const int bit = 31 - __clz(cut ? cut : full);
     const u32 one = 1u << bit;
-    const Next next = {desk.window + bit, cut != 0, (desk.hidden & one) != 0, (desk.low & one) != 0, (desk.high & one) != 0};
+    Next next = {desk.window + bit, FULL};
+    if (agreed(cut))
+        next.kind = CUT | (desk.hidden & one ? HIDDEN : 0) | (desk.low & one ? LOW : 0) | (desk.high & one ? HIGH : 0);
     __syncwarp();
     if (threadIdx.x % 32 == 0) {
-        if (cut) desk.cut = cut ^ one;
+        if (next.kind) desk.cut = cut ^ one;
         else desk.full = full ^ one;
     }
     __syncwarp();
@@ -144,10 +147,10 @@ DEVICE bool run_goes_on(const Block &block, Desk &desk, int &ahead)
     const int lowest = desk.lowest;
     const Next next = next_tile(block, desk);
     if (agreed(next.tile < 0)) return false;
-    if (agreed(next.cut || next.tile != lowest - 1)) { /* put it back */
+    if (agreed(next.kind || next.tile != lowest - 1)) { /* put it back */
         if (threadIdx.x % 32 == 0) {
             const u32 bit = 1u << (next.tile - desk.window);
-            if (next.cut) desk.cut |= bit;
+            if (next.kind) desk.cut |= bit;
             else desk.full |= bit;
         }
         __syncwarp();
