@@ -499,7 +499,9 @@ run_tests() {
         began=$SECONDS
         say "tests, $name"
         if ((world == 0)); then
-            command=("$venv/bin/python" -m pytest -q "--color=$color")
+            cores=$(count_cores)   # as many processes share these tests, each with one thread
+            command=(env OMP_NUM_THREADS="${users_threads:-1}" "$venv/bin/python" -m pytest -q "--color=$color"
+                     -n "$((cores < 8 ? cores : 8))" --dist loadfile)
         else
             [[ -n $users_threads ]] || unset OMP_NUM_THREADS OPENBLAS_NUM_THREADS MKL_NUM_THREADS
             count_resources "$world" ""

@@ -140,7 +140,10 @@ DEVICE u32 pack(float low, float high)
 {
     u32 r;
 #if __CUDA_ARCH__ < 800
-    asm("{.reg .b16 x, y;\ncvt.rn.f16.f32 x, %2;\ncvt.rn.f16.f32 y, %1;\nmov.b32 %0, {x, y};}" : "=r"(r) : "f"(high), "f"(low));
+    asm("{.reg .b16 low, high;\n"
+        "cvt.rn.f16.f32 low, %2;\n"
+        "cvt.rn.f16.f32 high, %1;\n"
+        "mov.b32 %0, {low, high};}" : "=r"(r) : "f"(high), "f"(low));
 #elif TYPE == FLOAT16
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
 #else

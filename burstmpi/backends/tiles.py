@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["ARCHITECTURES", "HEAD_DIMS", "SHARED_LIMIT", "Kernel", "Tile", "architecture", "forward", "padded"]
+__all__ = ["ARCHITECTURES", "HEAD_DIMS", "SHARED_LIMIT", "Kernel", "Tile", "architecture", "kernel", "padded"]
 
 HEAD_DIMS = (32, 64, 96, 128, 192, 256)  # native; others are filled up with zeros in shared memory
 
@@ -174,3 +174,346 @@ def forward(arch: str, dtype: str, d: int, dv: int) -> Kernel:
         "SHARED_LIMIT": SHARED_LIMIT[arch],
     }
     return Kernel("forward", tile, defines)
+
+
+# ---------------------------------------------------------------- backward, float16 and bfloat16
+
+
+@dataclass(frozen=True)
+class _Gradients:
+    """A shape of raw_kernels/backward.cu; its text says what the numbers mean."""
+
+    queries: int
+    keys: int
+    warps: int
+    sharers: int  # warps that have the same keys: 2 where dK and dV of a warp would not fit its registers
+    fragments: int  # of 16 keys a warp
+    chunk: int  # queries whose dP is in registers
+    part: int  # queries whose S is in registers
+    kept_k: int  # steps of 16 columns of K in registers
+    kept_v: int  # and of V
+    stages: int
+    resident: int = 1
+    dq_part: int = 8  # blocks of 16 columns of dQ at once
+    pins: int = 0  # addresses that the compiler may not make before the loop
+
+
+# By the larger of the head dims.  docs/kernels.md tells why.
+_BACKWARD = {
+    "80": {
+        32: _Gradients(64, 128, 4, 1, 2, 32, 16, 0, 2, 2, 2),
+        64: _Gradients(64, 128, 4, 1, 2, 32, 16, 0, 4, 2, 2, pins=8),
+        96: _Gradients(64, 128, 8, 2, 2, 32, 32, 0, 6, 2),
+        128: _Gradients(64, 128, 8, 2, 2, 32, 32, 0, 1, 2),
+        192: _Gradients(64, 64, 8, 2, 1, 32, 32, 0, 0, 2),
+        256: _Gradients(64, 64, 8, 2, 1, 32, 32, 0, 0, 1, dq_part=2),
+    },
+    # sm_86, 89, 120: 99 KB a block of threads, 100 KB a multiprocessor
+    "86": {
+        32: _Gradients(64, 128, 4, 1, 2, 32, 16, 0, 2, 2, 2),
+        64: _Gradients(64, 128, 4, 1, 2, 32, 16, 0, 4, 1, 2),
+        96: _Gradients(64, 128, 8, 1, 1, 32, 32, 0, 6, 1),
+        128: _Gradients(64, 128, 8, 1, 1, 32, 32, 0, 8, 1),
+        192: _Gradients(64, 64, 8, 2, 1, 32, 32, 0, 12, 1),
+        256: _Gradients(32, 64, 8, 2, 1, 16, 16, 0, 16, 1, dq_part=2),
+    },
+    # 64 KB
+    "75": {
+        32: _Gradients(64, 128, 4, 1, 2, 32, 16, 0, 2, 1, 2),
+        64: _Gradients(64, 128, 4, 1, 2, 32, 16, 0, 4, 1),
+        96: _Gradients(64, 64, 4, 1, 1, 32, 32, 0, 6, 1),
+        128: _Gradients(32, 128, 8, 1, 1, 32, 32, 0, 8, 1),
+        192: _Gradients(32, 64, 8, 2, 1, 16, 16, 0, 12, 1),
+        256: _Gradients(32, 32, 4, 2, 1, 16, 16, 0, 16, 1, dq_part=2),
+    },
+}
+_BACKWARD["89"] = _BACKWARD["120"] = _BACKWARD["86"]
+_BACKWARD["90"] = _BACKWARD["100"] = {**_BACKWARD["80"], 256: _Gradients(64, 64, 8, 2, 1, 32, 32, 0, 0, 2, dq_part=2)}
+
+_HALF_TYPES = {"float16": 2, "bfloat16": 3}
+
+
+def _half(arch: str, dtype: str) -> int:
+    if dtype not in _HALF_TYPES:
+        raise ValueError(f"dtype: the tensor-core kernels take float16 and bfloat16, got {dtype}")
+    if dtype == "bfloat16" and arch == "75":
+        raise ValueError("dtype: bfloat16 needs sm_80 or newer, this GPU is sm_75; float16 is possible")
+    return _HALF_TYPES[dtype]
+
+
+def backward(arch: str, dtype: str, d: int, dv: int) -> Kernel:
+    """Give the kernel of dK, dV and, by atomic sums, dQ: raw_kernels/backward.cu.
+
+    Raises
+    ------
+    ValueError
+        bfloat16 on sm_75; a head dim that is no multiple of 8 or above 256.
+    """
+    kind, d, dv = _half(arch, dtype), padded(d), padded(dv)
+    shape = _BACKWARD[arch][max(d, dv)]
+    kept_v = min(shape.kept_v, dv // 16)
+    stays = kept_v == dv // 16
+    columns = next(c for c in (4, 2) if c < shape.warps and d // 16 % c == 0 and (d % 64 == 0 or c == 2))
+    shared = (
+        shape.keys * 2 * (d + (0 if stays else dv))
+        + shape.stages * shape.queries * (2 * (d + dv) + 16)
+        + shape.sharers * shape.keys * 2 * shape.queries
+    )
+    tile = Tile(shape.queries, shape.keys, shape.warps, shape.stages, shared, shape.resident)
+    defines = {
+        "TYPE": kind, "HEAD_DIM": d, "HEAD_DIM_V": dv, "TILE_Q": shape.queries, "TILE_K": shape.keys,
+        "WARPS": shape.warps, "STAGES": shape.stages, "SHARED": shared, "SHARED_LIMIT": SHARED_LIMIT[arch],
+        "SHARERS": shape.sharers, "FRAGMENTS": shape.fragments, "CHUNK": shape.chunk, "PART": shape.part,
+        "K_KEPT": shape.kept_k, "V_KEPT": kept_v, "RESIDENT": shape.resident,
+        "DQ_ROWS": min(shape.warps // columns, shape.queries // 16), "DQ_COLUMNS": columns, "DQ_PART": shape.dq_part,
+        "PINS": shape.pins,
+    }  # fmt: skip
+    return Kernel("backward", tile, defines, sum_bytes=4 * d, prepared_bytes=24)
+
+
+@dataclass(frozen=True)
+class _Queries:
+    """A shape of raw_kernels/backward_queries.cu."""
+
+    queries: int
+    keys: int
+    warps: int
+    fragments: int  # of 16 queries a warp
+    chunk: int  # keys whose S is in registers
+    part: int  # keys whose dP is in registers
+    kept_q: int  # steps of 16 columns of Q in registers
+    kept_do: int  # and of dO
+    stages: int
+    resident: int = 1
+
+
+_BACKWARD_QUERIES = {
+    "80": {
+        32: _Queries(128, 64, 4, 2, 32, 16, 2, 2, 2, 2),
+        64: _Queries(128, 64, 4, 2, 32, 16, 4, 4, 2, 2),
+        96: _Queries(128, 64, 4, 2, 32, 16, 0, 0, 2),
+        128: _Queries(128, 64, 4, 2, 32, 16, 0, 0, 2),
+        192: _Queries(128, 64, 8, 1, 32, 32, 0, 0, 1),
+        256: _Queries(128, 32, 8, 1, 32, 16, 0, 0, 1),
+    },
+    "86": {
+        32: _Queries(128, 64, 4, 2, 32, 16, 2, 2, 2, 2),
+        64: _Queries(128, 64, 4, 2, 32, 16, 4, 4, 2, 2),
+        96: _Queries(128, 32, 4, 2, 32, 16, 0, 0, 2),
+        128: _Queries(128, 32, 4, 2, 32, 16, 0, 0, 2),
+        192: _Queries(64, 32, 4, 1, 32, 32, 0, 0, 2),
+        256: _Queries(64, 32, 4, 1, 32, 16, 0, 0, 1),
+    },
+    "75": {
+        32: _Queries(128, 64, 4, 2, 32, 16, 2, 2, 1, 2),
+        64: _Queries(128, 64, 4, 2, 32, 16, 4, 4, 1),
+        96: _Queries(64, 64, 4, 1, 32, 32, 0, 0, 1),
+        128: _Queries(64, 32, 4, 1, 32, 32, 0, 0, 1),
+        192: _Queries(64, 16, 4, 1, 16, 16, 0, 0, 1),
+        256: _Queries(32, 16, 2, 1, 16, 16, 0, 0, 1),
+    },
+}
+_BACKWARD_QUERIES["89"] = _BACKWARD_QUERIES["120"] = _BACKWARD_QUERIES["86"]
+_BACKWARD_QUERIES["90"] = _BACKWARD_QUERIES["100"] = {
+    **_BACKWARD_QUERIES["80"],
+    192: _Queries(128, 64, 8, 1, 32, 32, 0, 0, 2),
+    256: _Queries(128, 32, 8, 1, 32, 16, 0, 0, 2),
+}
+
+
+def backward_queries(arch: str, dtype: str, d: int, dv: int) -> Kernel:
+    """Give the kernel of dQ alone, with the same bits each time: raw_kernels/backward_queries.cu.
+
+    Raises
+    ------
+    ValueError
+        As ``backward``.
+    """
+    kind, d, dv = _half(arch, dtype), padded(d), padded(dv)
+    shape = _BACKWARD_QUERIES[arch][max(d, dv)]
+    kept_q, kept_do = min(shape.kept_q, d // 16), min(shape.kept_do, dv // 16)
+    queries, loop = shape.queries * 2 * (d + dv), shape.stages * shape.keys * (2 * (d + dv) + 4)
+    stay = kept_q == d // 16 and kept_do == dv // 16
+    shared = max(queries, loop) if stay else queries + loop
+    tile = Tile(shape.queries, shape.keys, shape.warps, shape.stages, shared, shape.resident)
+    defines = {
+        "TYPE": kind, "HEAD_DIM": d, "HEAD_DIM_V": dv, "TILE_Q": shape.queries, "TILE_K": shape.keys,
+        "WARPS": shape.warps, "STAGES": shape.stages, "SHARED": shared, "SHARED_LIMIT": SHARED_LIMIT[arch],
+        "FRAGMENTS": shape.fragments, "CHUNK": shape.chunk, "PART": shape.part,
+        "Q_KEPT": kept_q, "DO_KEPT": kept_do, "RESIDENT": shape.resident,
+    }  # fmt: skip
+    return Kernel("backward_queries", tile, defines)
+
+
+# ---------------------------------------------------------------- wide: float32 and float64
+#
+# Rows are (queries, keys, warps, more -D), the largest first; the first one that fits the architecture's shared memory is
+# taken, with two stages where they fit too.  docs/kernels.md says why.  A lane holds RM x RN numbers of S: queries / warps / 4
+# times keys / 8 (DMMA: / 8, / 4).
+
+WIDE_DMMA = ("80", "90", "100")  # where float64 has tensor cores worth the name
+
+_WIDE_FORWARD = {
+    # (type, DMMA): {padded head dim (the larger one): [(queries, keys, warps)]}
+    ("float32", 0): {
+        32: [(64, 64, 4)],
+        64: [(128, 64, 8), (64, 32, 4)],
+        96: [(128, 64, 8), (128, 32, 8), (64, 32, 4)],
+        128: [(128, 64, 8), (96, 32, 8), (32, 32, 4)],
+        192: [(128, 32, 8), (64, 32, 8), (48, 32, 4), (32, 16, 4)],
+        256: [(96, 32, 8), (64, 32, 8), (48, 16, 4), (16, 16, 4)],
+    },
+    ("float64", 0): {
+        32: [(64, 32, 4)],
+        64: [(64, 32, 4), (32, 32, 4)],
+        96: [(32, 32, 4), (32, 16, 4)],
+        128: [(32, 16, 4), (16, 16, 4)],
+        192: [(16, 16, 4), (16, 8, 4), (8, 8, 2)],
+        256: [(16, 16, 4), (16, 8, 4), (8, 8, 2)],
+    },
+    ("float64", 1): {
+        32: [(64, 32, 4)],
+        64: [(64, 32, 4)],
+        96: [(64, 32, 4)],
+        128: [(64, 32, 4), (64, 16, 4)],
+        192: [(32, 16, 4)],
+        256: [(32, 16, 4)],
+    },
+}
+_WIDE_BACKWARD = {
+    # (queries, keys, warps, warps of S along queries x keys, of dK and dV along keys, of dQ along queries)
+    ("float32", 0): {
+        32: [(64, 64, 4, 2, 2, 4, 4), (32, 64, 4, 2, 2, 4, 4)],
+        64: [(64, 64, 8, 4, 2, 4, 4), (32, 64, 4, 2, 2, 2, 2), (32, 32, 4, 2, 2, 2, 2)],
+        96: [(32, 64, 4, 2, 2, 4, 4), (32, 32, 4, 2, 2, 4, 4), (16, 32, 4, 2, 2, 4, 4)],
+        128: [(32, 64, 8, 2, 4, 4, 2), (32, 32, 4, 2, 2, 2, 2), (16, 32, 4, 2, 2, 2, 2), (16, 16, 4, 2, 2, 2, 2)],
+        192: [(32, 32, 8, 4, 2, 4, 4), (16, 32, 8, 2, 4, 4, 4), (16, 16, 4, 2, 2, 2, 2), (8, 16, 4, 2, 2, 2, 2)],
+        256: [(32, 32, 8, 4, 2, 2, 2), (16, 16, 4, 2, 2, 2, 2), (8, 16, 4, 2, 2, 2, 2)],
+    },
+    ("float64", 0): {
+        32: [(32, 32, 4, 2, 2, 4, 4), (16, 32, 4, 2, 2, 4, 4)],
+        64: [(32, 32, 4, 2, 2, 2, 2), (16, 16, 4, 2, 2, 2, 2)],
+        96: [(16, 16, 4, 2, 2, 2, 2), (8, 16, 4, 2, 2, 2, 2)],
+        128: [(16, 16, 4, 2, 2, 2, 2), (8, 8, 4, 2, 1, 2, 2)],
+        192: [(8, 16, 4, 2, 2, 2, 2), (8, 8, 4, 2, 1, 2, 2), (4, 8, 4, 1, 1, 2, 1)],
+        256: [(8, 8, 4, 2, 1, 2, 2), (4, 8, 4, 1, 1, 2, 1)],
+    },
+    ("float64", 1): {
+        32: [(32, 32, 4, 2, 2, 4, 4)],
+        64: [(32, 32, 4, 2, 2, 2, 2)],
+        96: [(16, 32, 4, 2, 2, 2, 2)],
+        128: [(16, 32, 4, 1, 4, 2, 1)],
+        192: [(16, 16, 4, 1, 2, 1, 1)],
+        256: [(16, 16, 4, 1, 2, 1, 1)],
+    },
+}
+_WIDE_QUERIES = {
+    ("float32", 0): {
+        32: [(64, 64, 4)],
+        64: [(64, 64, 4), (64, 32, 4), (32, 32, 4)],
+        96: [(64, 32, 4), (32, 32, 4), (32, 16, 4)],
+        128: [(64, 32, 4), (32, 32, 4), (16, 16, 4)],
+        192: [(32, 32, 4), (32, 16, 4), (16, 16, 4), (16, 8, 4)],
+        256: [(32, 32, 4), (16, 16, 4), (16, 8, 4)],
+    },
+    ("float64", 0): {
+        32: [(32, 32, 4), (16, 32, 4)],
+        64: [(32, 16, 4), (16, 16, 4)],
+        96: [(16, 16, 4), (16, 8, 4)],
+        128: [(16, 16, 4), (8, 8, 2)],
+        192: [(16, 8, 4), (8, 8, 2), (4, 8, 1)],
+        256: [(8, 8, 2), (4, 8, 1)],
+    },
+    ("float64", 1): {
+        32: [(64, 32, 4)],
+        64: [(32, 32, 4)],
+        96: [(32, 16, 4)],
+        128: [(32, 16, 4)],
+        192: [(16, 16, 2)],
+        256: [(16, 16, 2)],
+    },
+}
+
+
+def _wide_lines(columns: int, item: int) -> int:
+    return -(-columns * item // 128) * 128
+
+
+def _wide_sizes(name: str, dmma: int, d: int, dv: int, keys: int):
+    """Bytes of a row of Q and K, of V and dO, and of P, as raw_kernels/wide.cuh has them; bytes of lse of n rows."""
+    item = 8 if name == "float64" else 4
+    q, v = (_wide_lines(n, item) + (32 if dmma else 16) for n in (d, dv))
+    return q, v, _wide_lines(keys, item) + (32 if dmma or item == 4 else 64), lambda rows: _wide_lines(rows, item)
+
+
+def _wide(table, source, arch, name, d, dv, stages, shared_of, extra=lambda row: {}, **more) -> Kernel:
+    """The first row of a table that fits, with two stages where they fit too."""
+    d, dv = padded(d), padded(dv)
+    dmma = int(name == "float64" and arch in WIDE_DMMA)
+    limit = SHARED_LIMIT[arch]
+    rows = table[name, dmma][max(d, dv)]
+    for row in rows:
+        for count in stages:
+            q, v, p, line = _wide_sizes(name, dmma, d, dv, row[1])
+            shared = shared_of(*row[:2], count, q, v, p, line)
+            if shared > limit:
+                continue
+            # blocks side by side: by shared memory, and with all 255 registers that a thread may have
+            resident = max(1, min((limit + 1024) // (shared + 1024), 65536 // (256 * 32 * row[2])))
+            defines = {
+                "TYPE": {"float64": 0, "float32": 1}[name], "DMMA": dmma, "HEAD_DIM": d, "HEAD_DIM_V": dv,
+                "TILE_Q": row[0], "TILE_K": row[1], "WARPS": row[2], "STAGES": count, "SHARED": shared,
+                "SHARED_LIMIT": limit, "RESIDENT": resident, **extra(row),
+            }  # fmt: skip
+            tile = Tile(row[0], row[1], row[2], count, shared, resident)
+            return Kernel(source, tile, defines, **more)
+    raise ValueError(f"{source}: no tile of {name}, head dims {d} and {dv}, fits {limit} bytes of shared memory (sm_{arch})")
+
+
+def wide_forward(arch: str, name: str, d: int, dv: int) -> Kernel:
+    """Forward of float32 and float64: raw_kernels/wide_forward.cu."""
+    size = lambda nq, nk, stages, q, v, p, line: nq * (q + p) + nk * (q + v)
+    return _wide(_WIDE_FORWARD, "wide_forward", arch, name, d, dv, (1,), size)
+
+
+def wide_backward(arch: str, name: str, d: int, dv: int) -> Kernel:
+    """dK, dV, and dQ by atomic sums, of float32 and float64: raw_kernels/wide_backward.cu."""
+
+    def size(nq, nk, stages, q, v, p, line):
+        return nk * (q + v) + 2 * nq * p + stages * (nq * (q + v) + 2 * line(nq))
+
+    def warps(row):
+        return {"SCORE_WARPS": row[3], "WARPS_K": row[4], "KEY_WARPS": row[5], "QUERY_WARPS": row[6]}
+
+    item = 8 if name == "float64" else 4
+    return _wide(_WIDE_BACKWARD, "wide_backward", arch, name, d, dv, (2, 1), size, warps, sum_bytes=padded(d) * item)
+
+
+def wide_backward_queries(arch: str, name: str, d: int, dv: int) -> Kernel:
+    """dQ alone, the same bits each time, of float32 and float64: raw_kernels/wide_backward.cu with -DQUERIES."""
+
+    def size(nq, nk, stages, q, v, p, line):
+        return nq * (q + v + p) + 2 * line(nq) + stages * nk * (q + v)
+
+    return _wide(_WIDE_QUERIES, "wide_backward", arch, name, d, dv, (2, 1), size, lambda row: {"QUERIES": 1})
+
+
+# ---------------------------------------------------------------- all of them
+
+_FAMILIES = {
+    "forward": (forward, wide_forward),
+    "backward": (backward, wide_backward),
+    "backward_queries": (backward_queries, wide_backward_queries),
+}
+
+
+def kernel(direction: str, arch: str, dtype: str, d: int, dv: int) -> Kernel:
+    """Give the kernel of a direction: "forward", "backward", or "backward_queries" (dQ alone, the same bits each time).
+
+    Raises
+    ------
+    ValueError
+        A head dim that no kernel serves; bfloat16 on a GPU whose tensor cores do not know it.
+    """
+    halves, wide = _FAMILIES[direction]
+    return (wide if dtype in ("float32", "float64") else halves)(arch, dtype, d, dv)
