@@ -155,9 +155,9 @@ DEVICE u32 pack(float low, float high)
 /* ---------------------------------------------------------------- the compiler */
 
 /* threadIdx.x, read again: cold code need not keep what follows from it in registers through a loop. */
-DEVICE int thread_index()
+DEVICE u32 thread_index()
 {
-    int x;
+    u32 x;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
     return x;
 }
