@@ -174,8 +174,8 @@ class GpuMemory:
 
     @property
     def index_bytes(self) -> int:
-        """Bytes of a pinned buffer for index vectors."""
-        return self.index_slots[0].bytes.nbytes if self.index_slots else 0
+        """Bytes of a pinned buffer for index vectors; -1 before there is one."""
+        return self.index_slots[0].bytes.nbytes if self.index_slots else -1
 
     def set_index_slots(self, nbytes: int) -> None:
         """Make two pinned buffers for index vectors."""
