@@ -214,11 +214,9 @@ class Staged(_OnGpu):
         return all(has[name] >= wanted for name, wanted in self._wanted(sizes).items())
 
     def reserve(self, sizes) -> None:
-        """Make the slots that are missing."""
+        """Make the slots that are missing; nothing may be under way."""
         for name, wanted in self._wanted(sizes).items():
             if wanted and (name not in self.slots or self.slots[name][0].bytes.nbytes < wanted):
-                for slot in self.slots.pop(name, ()):
-                    self.gpu.finish(slot.mark)  # a copy may still read it
                 self.slots[name] = [_Slot(self.gpu.pinned(wanted)) for _ in range(SLOTS)]
 
     def send(self, name, lane, nbytes, post) -> Journey:

@@ -62,9 +62,10 @@ class GpuWorkspace(Workspace):
         return enough and super().fits(plan, call) and self.transport.fits(plan.lane_bytes(call))
 
     def reserve(self, plan, call) -> None:
+        if self.fits(plan, call):
+            return
         with self.backend.on():
-            if not super().fits(plan, call):
-                self._quiet()
+            self._quiet()
             super().reserve(plan, call)
             if self.backend.index_bytes < plan.index_bytes(call):
                 self.backend.set_index_slots(plan.index_bytes(call))
@@ -75,7 +76,7 @@ class GpuWorkspace(Workspace):
         return self.transport.pinned_bytes + sum(slot.bytes.nbytes for slot in self.backend.index_slots)
 
     def _quiet(self) -> None:
-        """Kernels of the last call may still be at work here."""
+        """Kernels of the last call may still be at work here, and copies that they wait for."""
         self.backend.gpu.finish(self.backend.gpu.end)
 
     def close(self) -> None:

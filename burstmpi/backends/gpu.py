@@ -178,9 +178,7 @@ class GpuMemory:
         return self.index_slots[0].bytes.nbytes if self.index_slots else -1
 
     def set_index_slots(self, nbytes: int) -> None:
-        """Make two pinned buffers for index vectors."""
-        for slot in self.index_slots:
-            self.gpu.finish(slot.mark)  # a copy may still read it
+        """Make two pinned buffers for index vectors; nothing may be under way."""
         self.index_slots = tuple(IndexSlot(self.gpu.pinned(nbytes)) for _ in range(2))
 
     def indices(self, targets, fill, progress=lambda: None):
