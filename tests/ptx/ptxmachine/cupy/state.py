@@ -86,6 +86,7 @@ class Simulation:
         self.skips, self.calls = {}, {}
         self.used = {}  # device -> bytes
         self.next_stream = itertools.count(1)
+        self.parts = {}  # address -> bytes of the array that was last laid there by hand, inside of an allocation
         self.pinned = {}  # address -> bytes of pinned host memory
 
     # --- switches for tests -----------------------------------------------------------------------
