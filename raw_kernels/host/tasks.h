@@ -47,8 +47,12 @@ INLINE void *take(arena *a, int64_t bytes)
 #else
 #define BURST_SPLIT 0
 #endif
-#ifndef BURST_PANELS
-#define BURST_PANELS 16 /* panels of a group: a packed tile of keys serves that many */
+#ifndef BURST_PANELS /* of a group: a packed tile of keys serves that many */
+#ifdef BURST_AMX
+#define BURST_PANELS 16
+#else
+#define BURST_PANELS 32
+#endif
 #endif
 
 typedef struct {
