@@ -187,7 +187,8 @@ class _Library:
         except BuildError as error:
             if "failed\n" not in str(error):
                 raise
-            library = compile.load(name, _sources() / "attend.c", flags)  # a compiler without OpenMP: one thread
+            threads = ["-pthread", "-DBURST_PTHREADS"]  # a compiler without OpenMP
+            library = compile.load(name, _sources() / "attend.c", [*flags, *threads])
         library.burst_abi.restype = ctypes.c_int64
         if library.burst_abi() != ABI * 1000 + ctypes.sizeof(_Block):
             raise BuildError(f"{library._name}: was built for another version of burstmpi; remove it")
