@@ -270,7 +270,7 @@ class HostBackend(NumpyBackend):
     def delta(self, dout, out, delta) -> None:
         """delta_i = Σ_c dout_ic out_ic."""
         batch, rows, heads, width = dout.shape
-        block = _Block(batch=batch, rows_q=rows, heads=heads, dim_v=width, type=TYPES[dout.dtype.name])
+        block = _Block(batch=batch, rows_q=rows, heads=heads, dim_v=width, type=TYPES[dout.dtype.name], threads=self.threads)
         block.dout, block.final, block.delta = _array(dout), _array(out), _vector(delta)
         self._of(dout.dtype)[0].delta(block)
 

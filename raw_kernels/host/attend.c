@@ -73,6 +73,9 @@ int burst_attend_backward(burst_block *b)
 /* delta_i = sum_c dout_ic out_ic; out is `final` here, both of the caller's type */
 void burst_delta(burst_block *b)
 {
+#ifdef _OPENMP
+#pragma omp parallel for collapse(2) num_threads((int)MAX(1, b->threads))
+#endif
     for (int64_t batch = 0; batch < b->batch; batch++)
         for (int64_t row = 0; row < b->rows_q; row++)
             for (int64_t head = 0; head < b->heads; head++) {
