@@ -121,6 +121,23 @@ def test_error_does_not_grow_over_eight_hops(sm80, dtype):
     right(sm80.backend(), p, {}, cuts=cuts, travels="q" if dtype == "float64" else "kv")
 
 
+@pytest.mark.parametrize("splits", [1, 2])
+def test_last_block_writes_the_result(sm80, splits):
+    """The last hop leaves the result in an array of its own, and the state as it was."""
+    p = problem(5, 130, batch=1, heads=1, kv_heads=1, d=32, dv=32, dtype="float32")
+    backend = sm80.backend(splits=splits)
+    bench = cuda_kit.Bench(backend, p.q, p.k, p.v, cuts=(66,))
+    q, state = bench.put(p.q), bench.filled((1, 5, 1, 32), np.float32)
+    lse, final = bench.filled((1, 1, 5), np.float32), bench.filled((1, 5, 1, 32), np.float32)
+    kept = None
+    for i, (rows, work) in enumerate(bench.works(False)):
+        keys, values = (bench.put(np.ascontiguousarray(x[:, rows])) for x in (p.k, p.v))
+        bench.wait(backend.attend(q, keys, values, state, lse, work, first=i == 0, final=final if i else None))
+        kept = bench.get(state) if i == 0 else kept
+    check({"out": bench.get(final), "lse": bench.get(lse)}, truth(p, {}))
+    assert bench.get(state).tobytes() == kept.tobytes()
+
+
 @pytest.mark.parametrize("dtype", TYPES)
 def test_splits_are_exact_and_repeat(sm80, dtype):
     """Parts of the keys that are joined give what one part gives, in the first hop and in later ones."""
@@ -275,26 +292,35 @@ def test_every_shape_has_a_tile():
 
 # ---------------------------------------------------------------- faults
 
+BARRIER, WAIT = "__syncthreads(); /* ", "copies_wait<0>();\n        __syncthreads(); /* "
+FORWARD, BACKWARD = "wide_forward.cu", "wide_backward.cu"
+
+
+def less(mark):
+    """One stage less is waited for before the barrier with this comment."""
+    return WAIT + mark, WAIT.replace("<0>", "<1>") + mark
+
+
 FAULTS = {
     # name: (file, text, what it becomes, deterministic)
-    "no barrier before S": ("wide_forward.cu", "__syncthreads(); /* K is there", "/* K is there", False),
-    "no barrier before O": ("wide_forward.cu", "__syncthreads(); /* V and P", "__syncwarp(); /* V and P", False),
-    "K is not waited for": ("wide_forward.cu", "copies_wait<0>();\n        __syncthreads(); /* K", "__syncthreads(); /* K", False),
-    "V is not waited for": ("wide_forward.cu", "copies_wait<0>();\n        __syncthreads(); /* V", "copies_wait<1>();\n        __syncthreads(); /* V", False),
+    "no barrier before S": (FORWARD, BARRIER + "K is there", "/* K is there", False),
+    "no barrier before O": (FORWARD, BARRIER + "V and P", "__syncwarp(); /* V and P", False),
+    "K is not waited for": (FORWARD, *less("K"), False),
+    "V is not waited for": (FORWARD, *less("V"), False),
     "mask off by one": ("scores.h", "lo <= pos && pos < hi", "lo <= pos && pos <= hi", False),
     "mask off by one on the left": ("scores.h", "lo <= pos && pos < hi", "lo < pos && pos < hi", False),
-    "O is not rescaled": ("wide_forward.cu", "o[i][j] *= shrink;", ";", False),
-    "l is not rescaled": ("wide_forward.cu", "fma(l[i], shrink, sum)", "l[i] + sum", False),
-    "a tile of keys too few": ("wide_forward.cu", "bool more = next(walk, look);", "walk.end--; bool more = next(walk, look);", False),
+    "O is not rescaled": (FORWARD, "o[i][j] *= shrink;", ";", False),
+    "l is not rescaled": (FORWARD, "fma(l[i], shrink, sum)", "l[i] + sum", False),
+    "a tile of keys too few": (FORWARD, "bool more = next(", "walk.end--; bool more = next(", False),
     "ragged keys are seen": ("wide.cuh", "block.pos[key] : -1;", "block.pos[key] : 139;", False),
-    "no barrier before dV": ("wide_backward.cu", "__syncthreads(); /* P and dS are there", "/* P and dS are there", False),
-    "no barrier before the stage": ("wide_backward.cu", "__syncthreads(); /* this stage is there; P", "/* this stage is there; P", False),
-    "the stage is not waited for": ("wide_backward.cu", "copies_wait<0>();\n        __syncthreads(); /* this stage is there; P", "copies_wait<1>();\n        __syncthreads(); /* this stage is there; P", False),
-    "dS without delta": ("wide_backward.cu", "(dp[i][j] - delta)", "dp[i][j]", False),
-    "dS from lane to lane": ("wide_backward.cu", "ds_smem, dp);\n        __syncwarp();", "ds_smem, dp);", True),
-    "K and V are not waited for": ("wide_backward.cu", "copies_wait<0>();\n        __syncthreads(); /* this stage is there; the", "copies_wait<1>();\n        __syncthreads(); /* this stage is there; the", True),
-    "no barrier before K and V": ("wide_backward.cu", "__syncthreads(); /* this stage is there; the", "/* this stage is there; the", True),
-}  # fmt: skip
+    "no barrier before dV": (BACKWARD, BARRIER + "P and dS are there", "/* P and dS are there", False),
+    "no barrier before the stage": (BACKWARD, BARRIER + "this stage is there; P", "/* this stage is there; P", False),
+    "the stage is not waited for": (BACKWARD, *less("this stage is there; P"), False),
+    "dS without delta": (BACKWARD, "(dp[i][j] - delta)", "dp[i][j]", False),
+    "dS from lane to lane": (BACKWARD, "ds_smem, dp);\n        __syncwarp();", "ds_smem, dp);", True),
+    "K and V are not waited for": (BACKWARD, *less("this stage is there; the"), True),
+    "no barrier before K and V": (BACKWARD, BARRIER + "this stage is there; the", "/* this stage is there; the", True),
+}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -314,10 +340,9 @@ def test_faults_are_caught(fault, tmp_path, monkeypatch):
     expected = truth(p, options)
     if name == "wide_backward.cu":
         out, lse = (expected.values[x].astype(np.float32) for x in ("out", "lse"))
-        verb = lambda: cuda_kit.backward(backend, p.dout, p.q, p.k, p.v, out, lse, **options)  # noqa: E731
-        names = ("dq", "dk", "dv")
+        verb, names = lambda: cuda_kit.backward(backend, p.dout, p.q, p.k, p.v, out, lse, **options), ("dq", "dk", "dv")
     else:
         verb, names = lambda: cuda_kit.forward(backend, p.q, p.k, p.v, **options), ("out", "lse")
-    with pytest.raises(Exception) as caught:  # noqa: B017  (a Fault or a comparison)
+    with pytest.raises(Exception) as caught:  # a Fault or a comparison
         check(dict(zip(names, verb())), expected)
     assert caught.type.__name__ in ("Fault", "AssertionError", "CUDADriverError"), caught.value
