@@ -29,6 +29,7 @@ typedef long long i64;
 #define ITEM_BYTES (TYPE == FLOAT64 ? 8 : TYPE == FLOAT32 ? 4 : 2)
 
 #define DEVICE static __device__ __forceinline__
+#define DEVICE_MEMBER __device__ __forceinline__
 #define UNROLL _Pragma("unroll")
 #define NO_UNROLL _Pragma("unroll 1")
 

@@ -86,6 +86,24 @@ DEVICE void copy16_or_zero(u32 shared, const void *global, bool there)
 #endif
 }
 
+/* pointer + step * times, as one instruction; the compiler would take two additions of 32 bits. */
+DEVICE const char *stepped(const char *pointer, int step, int times)
+{
+    const char *x;
+    asm("mad.wide.s32 %0, %1, %2, %3;" : "=l"(x) : "r"(step), "r"(times), "l"(pointer));
+    return x;
+}
+
+/* 4 bytes. */
+DEVICE void copy4(u32 shared, const void *global)
+{
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" :: "r"(shared), "l"(global) : "memory");
+#else
+    asm volatile("st.shared.b32 [%0], %1;" :: "r"(shared), "r"(*(const u32 *)global) : "memory");
+#endif
+}
+
 DEVICE void copies_commit()
 {
 #if __CUDA_ARCH__ >= 800
@@ -121,7 +139,12 @@ DEVICE float log2_fast(float x)
 DEVICE u32 pack(float low, float high)
 {
     u32 r;
-#if TYPE == FLOAT16
+#if __CUDA_ARCH__ < 800
+    asm("{.reg .b16 low, high;\n"
+        "cvt.rn.f16.f32 low, %2;\n"
+        "cvt.rn.f16.f32 high, %1;\n"
+        "mov.b32 %0, {low, high};}" : "=r"(r) : "f"(high), "f"(low));
+#elif TYPE == FLOAT16
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
 #else
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
@@ -130,6 +153,14 @@ DEVICE u32 pack(float low, float high)
 }
 
 /* ---------------------------------------------------------------- the compiler */
+
+/* threadIdx.x, read again: cold code need not keep what follows from it in registers through a loop. */
+DEVICE u32 thread_index()
+{
+    u32 x;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+    return x;
+}
 
 /* The same value, which ptxas cannot make again from the thread's number: it would recompute swizzled addresses in the
  * main loop rather than keep them.  The whole warp calls it. */
@@ -140,5 +171,8 @@ DEVICE u32 opaque(u32 x)
     asm volatile("shfl.sync.idx.b32 %0, %1, %2, 31, -1;" : "=r"(y) : "r"(x), "r"(lane));
     return y;
 }
+
+/* A condition that all lanes share, by a vote, so that ptxas knows: a branch on it needs no code for divergence. */
+DEVICE bool agreed(bool x) { return __any_sync(~0u, x); }
 
 #endif

@@ -6,12 +6,13 @@
  *
  * A Layout cuts an M x N result among WM x WN warps, and a warp's part among its lanes:
  *
- *   DMMA 0   lanes 4 x 8 (lane/8, lane%8), RM x RN numbers a lane, FMA.  k goes up one by one in every product, so that
- *            S has the same bits in forward and backward.
- *              rows    dot, times: lane/8 + 4i             turned: VEC adjacent ones, lane/8 after lane/8
- *              columns dot: lane%8 + 8j                    times, turned: VEC adjacent ones, lane%8 after lane%8
- *            16-byte loads.  A quarter of a warp reads one address of A, and of B 8 rows of one 16-byte column (rows are
- *            16 bytes more than a multiple of 128 apart: all banks) or 128 bytes side by side.
+ *   DMMA 0   lanes 4 x 8 (y, x), RM x RN numbers a lane, FMA.  k goes up one by one in every product, so that S has the
+ *            same bits in forward and backward.
+ *              rows    dot, times: y + 4i             turned: VEC adjacent ones, y after y
+ *              columns dot: x + 8j                    times, turned: VEC adjacent ones, x after x
+ *            16-byte loads.  y is bits 0 and 4 of the lane, x bits 1 to 3: half a warp reads two addresses of A, and of B 8 rows
+ *            of one 16-byte column (rows are 16 bytes more than a multiple of 128 apart: all banks) or 128 bytes side by side;
+ *            lanes i and i^1 (of B) or i^2 (of A) read the same, which lets a GPU serve 16 lanes at once.
  *   DMMA 1   mma.m8n8k4.f64 (m16n8k16 from sm_90 on): C reg (i, j): row 8i + lane/4, column 8(j/2) + 2(lane%4) + j%2.
  *            A reg row lane/4, k lane%4; B reg k lane%4, column lane/4: 8-byte loads, half a warp reads 4 rows of 32 bytes
  *            (rows are 32 bytes more than a multiple of 128 apart: all banks), whichever way round.
@@ -49,6 +50,12 @@ template <int N> struct alignas(N * sizeof(REAL)) Part {
 template <int N> DEVICE Part<N> load_part(const char *p) { return *(const Part<N> *)p; }
 
 #define LANE ((int)(threadIdx.x & 31))
+#if DMMA
+#define LANE_X (LANE % 4) /* along a row */
+#else
+#define LANE_X (LANE >> 1 & 7)
+#define LANE_Y ((LANE & 1) + (LANE >> 4) * 2)
+#endif
 #define WARP ((int)(threadIdx.x >> 5))
 
 constexpr int adjacent(int n) { return n % VEC == 0 ? VEC : n % 2 == 0 ? 2 : 1; }
@@ -76,10 +83,10 @@ template <int M_, int N_, int WM_, int WN_> struct Layout {
     DEVICE int column(int j) { return first_column() + j / 2 * 8 + LANE % 4 * 2 + j % 2; }
     DEVICE int spread_column(int j) { return column(j); }
 #else
-    DEVICE int row(int i) { return first_row() + LANE / 8 + 4 * i; }
-    DEVICE int turned_row(int i) { return first_row() + i / RSTEP * 4 * RSTEP + LANE / 8 * RSTEP + i % RSTEP; }
-    DEVICE int column(int j) { return first_column() + j / STEP * 8 * STEP + LANE % 8 * STEP + j % STEP; }
-    DEVICE int spread_column(int j) { return first_column() + LANE % 8 + 8 * j; } /* of dot_rows */
+    DEVICE int row(int i) { return first_row() + LANE_Y + 4 * i; }
+    DEVICE int turned_row(int i) { return first_row() + i / RSTEP * 4 * RSTEP + LANE_Y * RSTEP + i % RSTEP; }
+    DEVICE int column(int j) { return first_column() + j / STEP * 8 * STEP + LANE_X * STEP + j % STEP; }
+    DEVICE int spread_column(int j) { return first_column() + LANE_X + 8 * j; } /* of dot_rows */
 #endif
 };
 
@@ -160,16 +167,17 @@ template <class L, int S> DEVICE void store_frag(char *p, const typename L::Frag
     }
 }
 
-/* Over the lanes that hold a row: a quad. */
-#define ROW_LANES 4
+/* The bits of a lane that tell apart those that hold a row: a quad. */
+#define FIRST_LANE_BIT 1
+#define END_LANE_BIT 4
 
 #else
 
 template <class L, int DEPTH, int SA, int SB> DEVICE void dot_rows(typename L::Frag &c, const char *a, const char *b)
 {
-    a += (L::first_row() + LANE / 8) * SA;
-    b += (L::first_column() + LANE % 8) * SB;
-    _Pragma("unroll 2") for (int k = 0; k < DEPTH; k += VEC) {
+    a += (L::first_row() + LANE_Y) * SA;
+    b += (L::first_column() + LANE_X) * SB;
+    _Pragma("unroll (L::RM * L::RN >= 32 ? 1 : 2)") for (int k = 0; k < DEPTH; k += VEC) {
         Vec y[L::RN];
         UNROLL for (int j = 0; j < L::RN; j++) y[j] = *(const Vec *)(b + 8 * j * SB + k * ITEM);
         UNROLL for (int i = 0; i < L::RM; i++) {
@@ -183,8 +191,8 @@ template <class L, int DEPTH, int SA, int SB> DEVICE void dot_rows(typename L::F
 template <class L, int DEPTH, int SA, int SB> DEVICE void times_rows(typename L::Frag &c, const char *a, const char *b)
 {
     constexpr int STEP = L::STEP;
-    a += (L::first_row() + LANE / 8) * SA;
-    b += (L::first_column() + LANE % 8 * STEP) * ITEM;
+    a += (L::first_row() + LANE_Y) * SA;
+    b += (L::first_column() + LANE_X * STEP) * ITEM;
     NO_UNROLL for (int k = 0; k < DEPTH; k += VEC) {
         Vec x[L::RM];
         UNROLL for (int i = 0; i < L::RM; i++) x[i] = *(const Vec *)(a + 4 * i * SA + k * ITEM);
@@ -199,8 +207,8 @@ template <class L, int DEPTH, int SA, int SB> DEVICE void times_rows(typename L:
 template <class L, int DEPTH, int SA, int SB> DEVICE void turned_rows(typename L::Frag &c, const char *a, const char *b)
 {
     constexpr int STEP = L::STEP, RSTEP = L::RSTEP;
-    a += (L::first_row() + LANE / 8 * RSTEP) * ITEM;
-    b += (L::first_column() + LANE % 8 * STEP) * ITEM;
+    a += (L::first_row() + LANE_Y * RSTEP) * ITEM;
+    b += (L::first_column() + LANE_X * STEP) * ITEM;
     _Pragma("unroll 4") for (int k = 0; k < DEPTH; k++) {
         REAL x[L::RM];
         UNROLL for (int i = 0; i < L::RM; i += RSTEP) {
@@ -223,7 +231,8 @@ template <class L, int S> DEVICE void store_frag(char *p, const typename L::Frag
         *(REAL *)(p + 4 * i * S + 8 * j * ITEM) = x[i][j];
 }
 
-#define ROW_LANES 8
+#define FIRST_LANE_BIT 2
+#define END_LANE_BIT 16
 
 #endif
 
@@ -231,13 +240,13 @@ template <class L, int S> DEVICE void store_frag(char *p, const typename L::Frag
 
 DEVICE REAL row_max(REAL x)
 {
-    UNROLL for (int s = ROW_LANES / 2; s; s >>= 1) x = max(x, __shfl_xor_sync(~0u, x, s));
+    UNROLL for (int s = FIRST_LANE_BIT; s < END_LANE_BIT; s *= 2) x = max(x, __shfl_xor_sync(~0u, x, s));
     return x;
 }
 
 DEVICE REAL row_sum(REAL x)
 {
-    UNROLL for (int s = ROW_LANES / 2; s; s >>= 1) x += __shfl_xor_sync(~0u, x, s);
+    UNROLL for (int s = FIRST_LANE_BIT; s < END_LANE_BIT; s *= 2) x += __shfl_xor_sync(~0u, x, s);
     return x;
 }
 

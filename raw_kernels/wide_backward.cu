@@ -108,7 +108,7 @@ DEVICE int slot(int j)
 #elif DMMA
     return GradQ::first_column() + j / 2 * 8 + j % 2 * 4 + LANE % 4;
 #else
-    return GradQ::first_column() + j / GradQ::STEP * 8 * GradQ::STEP + j % GradQ::STEP * 8 + LANE % 8;
+    return GradQ::first_column() + j / GradQ::STEP * 8 * GradQ::STEP + j % GradQ::STEP * 8 + LANE_X;
 #endif
 }
 
@@ -125,7 +125,7 @@ DEVICE void load_queries(char *stage, const Block &block, int batch, int head, i
     load_rows(stage + AT_LSE, stage + AT_DELTA, block, batch, head, first);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) backward(const __grid_constant__ Block block)
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) backward(const __grid_constant__ Block block)
 {
     extern __shared__ __align__(128) char smem[];
     char *k_smem = smem, *v_smem = smem + AT_V, *p_smem = smem + AT_P, *ds_smem = smem + AT_DS;
@@ -214,7 +214,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward(const __grid_cons
 }
 
 /* A lane reads what it would have added, so that columns find their place again. */
-extern "C" __global__ void __launch_bounds__(THREADS) backward_fold(const __grid_constant__ Block block)
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) backward_fold(const __grid_constant__ Block block)
 {
     if (!GradQ::mine()) return;
     const int tile = blockIdx.x % block.tiles_q, pair = blockIdx.x / block.tiles_q;
@@ -248,7 +248,7 @@ DEVICE void load_keys(char *stage, const Block &block, int batch, int kv_head, i
     load_tile<TILE_K, HEAD_DIM_V, SV>(stage + AT_V, block.v, batch, kv_head, first, block.rows_k, block.dim_v);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) backward_queries(const __grid_constant__ Block block)
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) backward_queries(const __grid_constant__ Block block)
 {
     extern __shared__ __align__(128) char smem[];
     char *q_smem = smem, *do_smem = smem + AT_DO, *ds_smem = smem + AT_DS;

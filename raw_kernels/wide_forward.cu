@@ -46,7 +46,7 @@ DEVICE REAL *partial_lse(const Block &block, i64 row)
     return (REAL *)(block.work + all * block.dim_v * ITEM) + row;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) forward(const __grid_constant__ Block block)
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) forward(const __grid_constant__ Block block)
 {
     extern __shared__ __align__(128) char smem[];
     char *q_smem = smem, *k_smem = smem + AT_K, *v_smem = smem + AT_V, *p_smem = smem + AT_P;
@@ -74,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const __grid_const
         m[i] = -INF;
         if (read) m[i] = *at_row(block.lse, item.batch, item.head, row);
         /* l is shared out among the lanes of the row and summed at the end: one of them brings the 1. */
-        l[i] = m[i] == -INF || LANE % ROW_LANES ? (REAL)0 : (REAL)1;
+        l[i] = m[i] == -INF || LANE_X ? (REAL)0 : (REAL)1;
         UNROLL for (int j = 0; j < Out::RN; j += STEP) {
             Part<STEP> x;
             UNROLL for (int e = 0; e < STEP; e++) x.x[e] = 0;
@@ -139,12 +139,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const __grid_const
                 UNROLL for (int e = 0; e < STEP; e++) x.x[e] = o[i][j + e] * share;
                 *(Part<STEP> *)(to + Out::column(j) * ITEM) = x;
             }
-        if (LANE % ROW_LANES == 0) *to_lse = lse;
+        if (LANE_X == 0) *to_lse = lse;
     }
 }
 
 /* A warp a row, a row's columns over its lanes; a block of threads the rows of a tile of queries. */
-extern "C" __global__ void __launch_bounds__(THREADS) forward_merge(const __grid_constant__ Block block)
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) forward_merge(const __grid_constant__ Block block)
 {
     const int tile = blockIdx.x % block.tiles_q, pair = blockIdx.x / block.tiles_q;
     const int head = pair % block.heads, batch = pair / block.heads;

@@ -163,6 +163,14 @@ def test_unknown_or_missing_instruction_sets_are_refused(monkeypatch):
     assert host.available() == ["avx2", "portable"]
 
 
+def test_vdpbf16ps_is_the_default_only_where_it_is_fast(monkeypatch):
+    monkeypatch.setattr(host, "cpu_flags", lambda: frozenset(host.ISAS["avx512bf16"]))
+    monkeypatch.setattr(host, "cpu_vendor", lambda: "AuthenticAMD")
+    assert host.available() == ["avx512bf16", "avx512", "avx2", "portable"]
+    monkeypatch.setattr(host, "cpu_vendor", lambda: "GenuineIntel")
+    assert host.available() == ["avx512", "avx2", "portable", "avx512bf16"]
+
+
 @needs_compiler
 def test_sixty_four_processes_and_one_compile(cache, source, tmp_path):
     log = tmp_path / "log"
@@ -208,7 +216,7 @@ print("finished")
 # The fastest and the plainest here; the others by -m slow, as each takes half a minute.
 @needs_compiler
 @pytest.mark.parametrize(
-    "isa", [isa if isa in ("amx", "portable") else pytest.param(isa, marks=pytest.mark.slow) for isa in host.ISAS]
+    "isa", [isa if isa in ("amx", "avx512bf16", "portable") else pytest.param(isa, marks=pytest.mark.slow) for isa in host.ISAS]
 )
 def test_sanitizers_report_nothing(isa, tmp_path):
     if host.missing(isa):
@@ -217,7 +225,7 @@ def test_sanitizers_report_nothing(isa, tmp_path):
     if not os.path.isabs(found):
         pytest.skip("this compiler has no libasan")
     flags = ("-fsanitize=address,undefined", "-fno-sanitize=alignment", "-fno-sanitize-recover=undefined", "-O1", "-g")
-    dtypes = ["bfloat16"] if isa == "amx" else ["float32"] if isa == "amx-split" else ["float32", "float16", "float64"]
+    dtypes = ["bfloat16"] if isa in ("amx", "avx512bf16") else ["float32"] if isa == "amx-split" else ["float32", "float16", "float64"]
     program = tmp_path / "sanitized.py"
     program.write_text(SANITIZED.format(here=str(HERE), isa=isa, flags=flags, dtypes=dtypes))
     environ = {

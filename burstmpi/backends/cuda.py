@@ -80,27 +80,22 @@ class CudaBackend(GpuMemory, PlainVerbs):
         name, d, dv = dims.dtype.name, dims.d, dims.dv
         self._slopes(scores, dims.accumulator)  # before anything is sent
         if not backward:
-            tile = self._kernel("forward", name, d, dv).tile
+            tile = tiles.kernel("forward", self.arch, name, d, dv).tile
             work = self._split_bytes(dims, tile, rows_q, rows_k)
             return self._room(tile, rows_q, rows_k, work).nbytes
-        kernel = self._kernel("backward", name, d, dv)
+        kernel = tiles.kernel("backward", self.arch, name, d, dv)
         work = kernel.work(dims.batch, dims.heads, rows_q, not self.deterministic)
         nbytes = self._room(kernel.tile, rows_q, rows_k, work).nbytes
         if self.deterministic:
-            other = self._kernel("backward_queries", name, d, dv)
+            other = tiles.kernel("backward_queries", self.arch, name, d, dv)
             work = other.work(dims.batch, dims.heads, rows_q, False)
             nbytes = max(nbytes, self._room(other.tile, rows_q, rows_k, work).nbytes)
         return nbytes
 
     def tile_count(self, dims: Dims, positions_q, positions_k) -> int:
         """Pairs of a tile of queries and a tile of keys of forward's kernel, over batch and heads."""
-        tile = self._kernel("forward", dims.dtype.name, dims.d, dims.dv).tile
+        tile = tiles.kernel("forward", self.arch, dims.dtype.name, dims.d, dims.dv).tile
         return dims.batch * dims.heads * _ceil(len(positions_q), tile.queries) * _ceil(len(positions_k), tile.keys)
-
-    def _kernel(self, direction: str, name: str, d: int, dv: int):
-        """The kernel of the table: "forward", "backward" or "backward_queries" of a type and its head dims."""
-        wide = "wide_" if name in ("float32", "float64") else ""
-        return getattr(tiles, wide + direction)(self.arch, name, d, dv)
 
     def _room(self, tile, rows_q, rows_k, work) -> Blueprint:
         """The parts of scratch."""
@@ -142,7 +137,7 @@ class CudaBackend(GpuMemory, PlainVerbs):
         """(out, lse) ← (out, lse) ⊕ attend(q, k, v); see ``base.Backend.attend``."""
         if not q.size or not k.shape[1]:
             return self._attend_nothing(out, lse, first, final)
-        kernel = self._kernel("forward", q.dtype.name, q.shape[3], v.shape[3])
+        kernel = tiles.kernel("forward", self.arch, q.dtype.name, q.shape[3], v.shape[3])
         block, room = self._block(q, k, v, lse, work, kernel.tile, self._split_bytes)
         block["first"], block["out"] = first, _tensor(out)
         if final is not None:
@@ -174,10 +169,10 @@ class CudaBackend(GpuMemory, PlainVerbs):
                     self.clear(total)
             return self._launched()
         name, d, dim_v = q.dtype.name, q.shape[3], v.shape[3]
-        kernel = self._kernel("backward", name, d, dim_v)
+        kernel = tiles.kernel("backward", self.arch, name, d, dim_v)
         self._backward_kernel(kernel, (dout, q, k, v, lse, delta, dq, dk, dv), work, fresh_q, fresh_kv)
         if self.deterministic:
-            other = self._kernel("backward_queries", name, d, dim_v)
+            other = tiles.kernel("backward_queries", self.arch, name, d, dim_v)
             self._backward_queries(other, (dout, q, k, v, lse, delta, dq, dk, dv), work, fresh_q, fresh_kv)
         return self._launched()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["ARCHITECTURES", "HEAD_DIMS", "SHARED_LIMIT", "Kernel", "Tile", "architecture", "padded"]
+__all__ = ["ARCHITECTURES", "HEAD_DIMS", "SHARED_LIMIT", "Kernel", "Tile", "architecture", "kernel", "padded"]
 
 HEAD_DIMS = (32, 64, 96, 128, 192, 256)  # native; others are filled up with zeros in shared memory
 
@@ -89,6 +89,259 @@ class Kernel:
         return rows * (self.sum_bytes * sums + self.prepared_bytes)
 
 
+# ---------------------------------------------------------------- forward, float16 and bfloat16
+
+_HALVES = {"float16": 2, "bfloat16": 3}  # TYPE of raw_kernels/block.cuh
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """A row of forward's table."""
+
+    queries: int
+    keys: int
+    warps: int
+    v_stages: int  # K has two
+    q_in_registers: bool
+    chunk: int  # keys whose scores are made at a time
+    resident: int  # blocks of threads on a multiprocessor: by registers and shared memory
+
+    def shared(self, d: int, dv: int) -> int:
+        """Bytes of shared memory, as raw_kernels/forward_shape.cuh has them."""
+        tiles = 2 * self.keys * (2 * d + self.v_stages * dv)
+        queries = 2 * self.queries * d
+        held = max(tiles, queries) if self.q_in_registers else tiles + queries
+        return held + 2 * self.keys * 4 + self.queries * 8 + self.warps * 96
+
+
+# (the wider of the two padded head dims) -> tile, for each amount of shared memory.  32 rows a warp where registers
+# allow it: with 16, shared memory feeds K and V to half as many products, and binds.
+_FORWARD = {
+    "large": {  # sm_80, 90, 100: 163 KB and more
+        32: _Forward(128, 64, 4, 2, True, 16, 3),
+        64: _Forward(128, 64, 4, 2, True, 16, 2),
+        96: _Forward(128, 64, 4, 2, False, 32, 2),
+        128: _Forward(128, 64, 4, 1, False, 64, 2),
+        192: _Forward(128, 64, 8, 1, False, 64, 1),
+        256: _Forward(128, 64, 8, 1, False, 64, 1),
+    },
+    "small": {  # sm_86, 89, 120: 99 KB
+        32: _Forward(128, 64, 4, 2, True, 16, 2),
+        64: _Forward(128, 64, 4, 2, True, 16, 2),
+        96: _Forward(128, 64, 4, 1, False, 32, 1),
+        128: _Forward(128, 64, 4, 1, False, 32, 1),
+        192: _Forward(64, 32, 4, 1, False, 32, 1),
+        256: _Forward(64, 32, 4, 1, False, 32, 1),
+    },
+    "75": {  # 64 KB, no asynchronous copies
+        32: _Forward(128, 64, 4, 1, True, 16, 2),
+        64: _Forward(128, 64, 4, 1, True, 16, 2),
+        96: _Forward(64, 32, 4, 1, False, 32, 2),
+        128: _Forward(64, 32, 4, 1, False, 32, 1),
+        192: _Forward(64, 32, 4, 1, False, 32, 1),
+        256: _Forward(64, 16, 4, 1, False, 16, 1),
+    },
+}
+
+
+def forward(arch: str, dtype: str, d: int, dv: int) -> Kernel:
+    """Give forward's kernel for an architecture, a type and head dims of Q, K and of V.
+
+    Raises
+    ------
+    ValueError
+        A head dim that no kernel serves; bfloat16 on a GPU whose tensor cores do not know it.
+    """
+    if arch == "75" and dtype == "bfloat16":
+        raise ValueError(f"dtype: bfloat16 needs tensor cores of sm_80 or newer, this GPU is sm_{arch}; use float16")
+    padded_d, padded_dv = padded(d), padded(dv)
+    small = SHARED_LIMIT[arch] < 163 << 10
+    shape = _FORWARD["75" if arch == "75" else "small" if small else "large"][max(padded_d, padded_dv)]
+    tile = Tile(shape.queries, shape.keys, shape.warps, 2, shape.shared(padded_d, padded_dv), shape.resident)
+    defines = {
+        "TYPE": _HALVES[dtype],
+        "HEAD_DIM": padded_d,
+        "HEAD_DIM_V": padded_dv,
+        "TILE_Q": tile.queries,
+        "TILE_K": tile.keys,
+        "WARPS": tile.warps,
+        "V_STAGES": shape.v_stages,
+        "Q_IN_REGISTERS": int(shape.q_in_registers),
+        "FULL_CHUNK": shape.chunk,
+        "CUT_CHUNK": max(shape.chunk, shape.keys if max(padded_d, padded_dv) <= 64 else 16),
+        "PADDED": int((d, dv) != (padded_d, padded_dv)),
+        "SHARED": tile.shared,
+        "SHARED_LIMIT": SHARED_LIMIT[arch],
+    }
+    return Kernel("forward", tile, defines)
+
+
+# ---------------------------------------------------------------- backward, float16 and bfloat16
+
+
+@dataclass(frozen=True)
+class _Gradients:
+    """A shape of raw_kernels/backward.cu; its text says what the numbers mean."""
+
+    queries: int
+    keys: int
+    warps: int
+    sharers: int  # warps that have the same keys: 2 where dK and dV of a warp would not fit its registers
+    fragments: int  # of 16 keys a warp
+    chunk: int  # queries whose dP is in registers
+    part: int  # queries whose S is in registers
+    kept_k: int  # steps of 16 columns of K in registers
+    kept_v: int  # and of V
+    stages: int
+    resident: int = 1
+    dq_part: int = 8  # blocks of 16 columns of dQ at once
+    pins: int = 0  # addresses that the compiler may not make before the loop
+
+
+# By the larger of the head dims.  docs/kernels.md tells why.
+_BACKWARD = {
+    "80": {
+        32: _Gradients(64, 128, 4, 1, 2, 32, 16, 0, 2, 2, 2),
+        64: _Gradients(64, 128, 4, 1, 2, 32, 16, 0, 4, 2, 2, pins=4),
+        96: _Gradients(64, 128, 8, 2, 2, 32, 32, 0, 6, 2, pins=4),
+        128: _Gradients(64, 128, 8, 2, 2, 32, 32, 0, 1, 2),
+        192: _Gradients(64, 64, 8, 2, 1, 32, 32, 0, 0, 2),
+        256: _Gradients(64, 64, 8, 2, 1, 32, 32, 0, 0, 1, dq_part=2),
+    },
+    # sm_86, 89, 120: 99 KB a block of threads, 100 KB a multiprocessor
+    "86": {
+        32: _Gradients(64, 128, 4, 1, 2, 32, 16, 0, 2, 2, 2),
+        64: _Gradients(64, 128, 4, 1, 2, 32, 16, 0, 4, 1, 2),
+        96: _Gradients(64, 128, 8, 1, 1, 32, 32, 0, 6, 1),
+        128: _Gradients(64, 128, 8, 1, 1, 32, 32, 0, 8, 1),
+        192: _Gradients(64, 64, 8, 2, 1, 32, 32, 0, 12, 1),
+        256: _Gradients(32, 64, 8, 2, 1, 16, 16, 0, 16, 1, dq_part=2),
+    },
+    # 64 KB
+    "75": {
+        32: _Gradients(64, 128, 4, 1, 2, 32, 16, 0, 2, 1, 2),
+        64: _Gradients(64, 128, 4, 1, 2, 32, 16, 0, 4, 1),
+        96: _Gradients(64, 64, 4, 1, 1, 32, 32, 0, 6, 1),
+        128: _Gradients(32, 128, 8, 1, 1, 32, 32, 0, 8, 1),
+        192: _Gradients(32, 64, 8, 2, 1, 16, 16, 0, 12, 1),
+        256: _Gradients(32, 32, 4, 2, 1, 16, 16, 0, 16, 1, dq_part=2),
+    },
+}
+_BACKWARD["89"] = _BACKWARD["120"] = _BACKWARD["86"]
+_BACKWARD["90"] = _BACKWARD["100"] = {**_BACKWARD["80"], 256: _Gradients(64, 64, 8, 2, 1, 32, 32, 0, 0, 2, dq_part=2)}
+
+def _half(arch: str, dtype: str) -> int:
+    if dtype not in _HALVES:
+        raise ValueError(f"dtype: the tensor-core kernels take float16 and bfloat16, got {dtype}")
+    if dtype == "bfloat16" and arch == "75":
+        raise ValueError("dtype: bfloat16 needs sm_80 or newer, this GPU is sm_75; float16 is possible")
+    return _HALVES[dtype]
+
+
+def backward(arch: str, dtype: str, d: int, dv: int) -> Kernel:
+    """Give the kernel of dK, dV and, by atomic sums, dQ: raw_kernels/backward.cu.
+
+    Raises
+    ------
+    ValueError
+        bfloat16 on sm_75; a head dim that is no multiple of 8 or above 256.
+    """
+    kind, d, dv = _half(arch, dtype), padded(d), padded(dv)
+    shape = _BACKWARD[arch][max(d, dv)]
+    kept_v = min(shape.kept_v, dv // 16)
+    stays = kept_v == dv // 16
+    columns = next(c for c in (4, 2) if c < shape.warps and d // 16 % c == 0 and (d % 64 == 0 or c == 2))
+    shared = (
+        shape.keys * 2 * (d + (0 if stays else dv))
+        + shape.stages * shape.queries * (2 * (d + dv) + 16)
+        + shape.sharers * shape.keys * 2 * shape.queries
+    )
+    tile = Tile(shape.queries, shape.keys, shape.warps, shape.stages, shared, shape.resident)
+    defines = {
+        "TYPE": kind, "HEAD_DIM": d, "HEAD_DIM_V": dv, "TILE_Q": shape.queries, "TILE_K": shape.keys,
+        "WARPS": shape.warps, "STAGES": shape.stages, "SHARED": shared, "SHARED_LIMIT": SHARED_LIMIT[arch],
+        "SHARERS": shape.sharers, "FRAGMENTS": shape.fragments, "CHUNK": shape.chunk, "PART": shape.part,
+        "K_KEPT": shape.kept_k, "V_KEPT": kept_v, "RESIDENT": shape.resident,
+        "DQ_ROWS": min(shape.warps // columns, shape.queries // 16), "DQ_COLUMNS": columns, "DQ_PART": shape.dq_part,
+        "PINS": shape.pins,
+    }  # fmt: skip
+    return Kernel("backward", tile, defines, sum_bytes=4 * d, prepared_bytes=24)
+
+
+@dataclass(frozen=True)
+class _Queries:
+    """A shape of raw_kernels/backward_queries.cu."""
+
+    queries: int
+    keys: int
+    warps: int
+    fragments: int  # of 16 queries a warp
+    chunk: int  # keys whose S is in registers
+    part: int  # keys whose dP is in registers
+    kept_q: int  # steps of 16 columns of Q in registers
+    kept_do: int  # and of dO
+    stages: int
+    resident: int = 1
+
+
+_BACKWARD_QUERIES = {
+    "80": {
+        32: _Queries(128, 64, 4, 2, 32, 16, 2, 2, 2, 2),
+        64: _Queries(128, 64, 4, 2, 32, 16, 4, 4, 2, 2),
+        96: _Queries(128, 64, 4, 2, 32, 16, 0, 0, 2),
+        128: _Queries(128, 64, 4, 2, 32, 16, 0, 0, 2),
+        192: _Queries(128, 64, 8, 1, 32, 32, 0, 0, 1),
+        256: _Queries(128, 32, 8, 1, 32, 16, 0, 0, 1),
+    },
+    "86": {
+        32: _Queries(128, 64, 4, 2, 32, 16, 2, 2, 2, 2),
+        64: _Queries(128, 64, 4, 2, 32, 16, 4, 4, 2, 2),
+        96: _Queries(128, 32, 4, 2, 32, 16, 0, 0, 2),
+        128: _Queries(128, 32, 4, 2, 32, 16, 0, 0, 2),
+        192: _Queries(64, 32, 4, 1, 32, 32, 0, 0, 2),
+        256: _Queries(64, 32, 4, 1, 32, 16, 0, 0, 1),
+    },
+    "75": {
+        32: _Queries(128, 64, 4, 2, 32, 16, 2, 2, 1, 2),
+        64: _Queries(128, 64, 4, 2, 32, 16, 4, 4, 1),
+        96: _Queries(64, 64, 4, 1, 32, 32, 0, 0, 1),
+        128: _Queries(64, 32, 4, 1, 32, 32, 0, 0, 1),
+        192: _Queries(64, 16, 4, 1, 16, 16, 0, 0, 1),
+        256: _Queries(32, 16, 2, 1, 16, 16, 0, 0, 1),
+    },
+}
+_BACKWARD_QUERIES["89"] = _BACKWARD_QUERIES["120"] = _BACKWARD_QUERIES["86"]
+_BACKWARD_QUERIES["90"] = _BACKWARD_QUERIES["100"] = {
+    **_BACKWARD_QUERIES["80"],
+    192: _Queries(128, 64, 8, 1, 32, 32, 0, 0, 2),
+    256: _Queries(128, 32, 8, 1, 32, 16, 0, 0, 2),
+}
+
+
+def backward_queries(arch: str, dtype: str, d: int, dv: int) -> Kernel:
+    """Give the kernel of dQ alone, with the same bits each time: raw_kernels/backward_queries.cu.
+
+    Raises
+    ------
+    ValueError
+        As ``backward``.
+    """
+    kind, d, dv = _half(arch, dtype), padded(d), padded(dv)
+    shape = _BACKWARD_QUERIES[arch][max(d, dv)]
+    kept_q, kept_do = min(shape.kept_q, d // 16), min(shape.kept_do, dv // 16)
+    queries, loop = shape.queries * 2 * (d + dv), shape.stages * shape.keys * (2 * (d + dv) + 4)
+    stay = kept_q == d // 16 and kept_do == dv // 16
+    shared = max(queries, loop) if stay else queries + loop
+    tile = Tile(shape.queries, shape.keys, shape.warps, shape.stages, shared, shape.resident)
+    defines = {
+        "TYPE": kind, "HEAD_DIM": d, "HEAD_DIM_V": dv, "TILE_Q": shape.queries, "TILE_K": shape.keys,
+        "WARPS": shape.warps, "STAGES": shape.stages, "SHARED": shared, "SHARED_LIMIT": SHARED_LIMIT[arch],
+        "FRAGMENTS": shape.fragments, "CHUNK": shape.chunk, "PART": shape.part,
+        "Q_KEPT": kept_q, "DO_KEPT": kept_do, "RESIDENT": shape.resident,
+    }  # fmt: skip
+    return Kernel("backward_queries", tile, defines)
+
+
 # ---------------------------------------------------------------- wide: float32 and float64
 #
 # Rows are (queries, keys, warps, more -D), the largest first; the first one that fits the architecture's shared memory is
@@ -100,12 +353,12 @@ WIDE_DMMA = ("80", "90", "100")  # where float64 has tensor cores worth the name
 _WIDE_FORWARD = {
     # (type, DMMA): {padded head dim (the larger one): [(queries, keys, warps)]}
     ("float32", 0): {
-        32: [(128, 64, 4)],
-        64: [(128, 64, 4), (64, 64, 4)],
-        96: [(128, 32, 4), (64, 32, 4)],
-        128: [(128, 32, 4), (64, 32, 4), (32, 32, 4)],
-        192: [(64, 32, 4), (32, 32, 4), (32, 16, 4), (16, 16, 4)],
-        256: [(64, 32, 4), (32, 16, 4), (16, 16, 4)],
+        32: [(64, 64, 4)],
+        64: [(128, 64, 8), (64, 32, 4)],
+        96: [(128, 64, 8), (128, 32, 8), (64, 32, 4)],
+        128: [(128, 64, 8), (96, 32, 8), (32, 32, 4)],
+        192: [(128, 32, 8), (64, 32, 8), (48, 32, 4), (32, 16, 4)],
+        256: [(96, 32, 8), (64, 32, 8), (48, 16, 4), (16, 16, 4)],
     },
     ("float64", 0): {
         32: [(64, 32, 4)],
@@ -127,8 +380,8 @@ _WIDE_FORWARD = {
 _WIDE_BACKWARD = {
     # (queries, keys, warps, warps of S along queries x keys, of dK and dV along keys, of dQ along queries)
     ("float32", 0): {
-        32: [(64, 64, 4, 2, 2, 4, 4)],
-        64: [(64, 64, 4, 2, 2, 2, 2), (32, 64, 4, 2, 2, 2, 2), (32, 32, 4, 2, 2, 2, 2)],
+        32: [(64, 64, 4, 2, 2, 4, 4), (32, 64, 4, 2, 2, 4, 4)],
+        64: [(64, 64, 8, 4, 2, 4, 4), (32, 64, 4, 2, 2, 2, 2), (32, 32, 4, 2, 2, 2, 2)],
         96: [(32, 64, 4, 2, 2, 4, 4), (32, 32, 4, 2, 2, 4, 4), (16, 32, 4, 2, 2, 4, 4)],
         128: [(32, 64, 8, 2, 4, 4, 2), (32, 32, 4, 2, 2, 2, 2), (16, 32, 4, 2, 2, 2, 2), (16, 16, 4, 2, 2, 2, 2)],
         192: [(32, 32, 8, 4, 2, 4, 4), (16, 32, 8, 2, 4, 4, 4), (16, 16, 4, 2, 2, 2, 2), (8, 16, 4, 2, 2, 2, 2)],
@@ -202,12 +455,14 @@ def _wide(table, source, arch, name, d, dv, stages, shared_of, extra=lambda row:
             shared = shared_of(*row[:2], count, q, v, p, line)
             if shared > limit:
                 continue
+            # blocks side by side: by shared memory, and with all 255 registers that a thread may have
+            resident = max(1, min((limit + 1024) // (shared + 1024), 65536 // (256 * 32 * row[2])))
             defines = {
                 "TYPE": {"float64": 0, "float32": 1}[name], "DMMA": dmma, "HEAD_DIM": d, "HEAD_DIM_V": dv,
                 "TILE_Q": row[0], "TILE_K": row[1], "WARPS": row[2], "STAGES": count, "SHARED": shared,
-                "SHARED_LIMIT": limit, **extra(row),
+                "SHARED_LIMIT": limit, "RESIDENT": resident, **extra(row),
             }  # fmt: skip
-            tile = Tile(row[0], row[1], row[2], count, shared, resident=max(1, (limit + 1024) // (shared + 1024)))
+            tile = Tile(row[0], row[1], row[2], count, shared, resident)
             return Kernel(source, tile, defines, **more)
     raise ValueError(f"{source}: no tile of {name}, head dims {d} and {dv}, fits {limit} bytes of shared memory (sm_{arch})")
 
@@ -238,3 +493,24 @@ def wide_backward_queries(arch: str, name: str, d: int, dv: int) -> Kernel:
         return nq * (q + v + p) + 2 * line(nq) + stages * nk * (q + v)
 
     return _wide(_WIDE_QUERIES, "wide_backward", arch, name, d, dv, (2, 1), size, lambda row: {"QUERIES": 1})
+
+
+# ---------------------------------------------------------------- all of them
+
+_FAMILIES = {
+    "forward": (forward, wide_forward),
+    "backward": (backward, wide_backward),
+    "backward_queries": (backward_queries, wide_backward_queries),
+}
+
+
+def kernel(direction: str, arch: str, dtype: str, d: int, dv: int) -> Kernel:
+    """Give the kernel of a direction: "forward", "backward", or "backward_queries" (dQ alone, the same bits each time).
+
+    Raises
+    ------
+    ValueError
+        A head dim that no kernel serves; bfloat16 on a GPU whose tensor cores do not know it.
+    """
+    halves, wide = _FAMILIES[direction]
+    return (wide if dtype in ("float32", "float64") else halves)(arch, dtype, d, dv)

@@ -1,0 +1,609 @@
+/* Backward of attention in float16 and bfloat16: dK and dV of a tile of keys, and its share of dQ.
+ *
+ *   P  = exp(S - lse)          S  = scale Q Kᵀ  (+ softcap, ALiBi, mask: scores.h)
+ *   dV = Pᵀ dO                 dP = dO Vᵀ
+ *   dS = P ∘ (dP - delta)      dK = scale dSᵀ Q,   dQ = scale dS K
+ *
+ * A block of threads owns TILE_K keys of one (batch, kv head) and walks over the visible tiles of TILE_Q queries, of all
+ * query heads of the group.  Everything is computed transposed, keys as the rows of a product: Sᵀ = K Qᵀ and
+ * dPᵀ = V dOᵀ come out of the tensor cores as C fragments, and these are, packed, the A fragments of dV += Pᵀ dO and
+ * dK += dSᵀ Q.  So P never leaves the registers; only dS passes through shared memory, for dQ.
+ *
+ *   registers        dK, dV of the warp's keys, float32; V (V_KEPT steps of 16 columns) and K (K_KEPT)
+ *   shared memory    K | V | STAGES × (Q, dO) | STAGES × (-delta, -lse, at) | dS [TILE_K][TILE_Q] | P where SHARERS = 2
+ *   global memory    block.work: dQ sums in the order of fragments | a record a tile of queries (see Record)
+ *
+ *   for each visible tile of queries (those that are cut first, then the full ones, whose loop has no mask code):
+ *       wait for Q, dO; barrier; ask for the next tile
+ *       for each CHUNK of queries:
+ *           dPᵀ = V dOᵀ - delta                        -delta is the C operand of the first step
+ *           for each PART of the chunk:
+ *               Sᵀ = K Qᵀ;  P = 2^(c Sᵀ - lse);  dS = P dP;  dS to shared memory
+ *               dV += P dO;  dK += dS Q
+ *       barrier
+ *       SHARERS = 2: dV, dK of the partner's queries, from shared memory
+ *       dQ tile = dS K, added to global memory by red
+ *
+ * Warps: KEY_GROUPS groups of FRAGMENTS · 16 keys.  SHARERS = 2: two warps have the same keys; each computes S and dP of half
+ * of the queries, and dV and dK of half of the columns (n16 blocks 2i + sharer), so that these fit into registers.
+ * For dQ the warps stand as DQ_ROWS × DQ_COLUMNS over the tile of queries, n16 block i · DQ_COLUMNS + column each.
+ */
+#include "backward.cuh"
+
+#ifndef WITH_DQ
+#define WITH_DQ 1 /* 0: dK and dV alone; dQ comes from backward_queries.cu, with the same bits each time */
+#endif
+
+constexpr int THREADS = 32 * WARPS, KEY_GROUPS = WARPS / SHARERS;
+constexpr int K_STEPS = HEAD_DIM / 16, V_STEPS = HEAD_DIM_V / 16;               /* k16 steps of S and of dP */
+constexpr int K_BLOCKS = K_STEPS / SHARERS, V_BLOCKS = V_STEPS / SHARERS;       /* n16 blocks of a warp's dK and dV */
+constexpr int OWN = TILE_Q / SHARERS;                                           /* queries of a warp */
+constexpr int DQ_WARPS = DQ_ROWS * DQ_COLUMNS, DQ_FRAGMENTS = TILE_Q / DQ_ROWS / 16, DQ_BLOCKS = K_STEPS / DQ_COLUMNS;
+constexpr int K_BYTES = 2 * HEAD_DIM, V_BYTES = 2 * HEAD_DIM_V, S_BYTES = 2 * TILE_Q; /* of a row */
+/* Without dQ nothing stands in the room of dS: V goes there, and registers are free. */
+constexpr bool V_FOR_DS = !WITH_DQ && SHARERS == 1 && V_BYTES <= S_BYTES;
+constexpr int V_HELD = V_FOR_DS ? 0 : V_KEPT, PINNED = V_FOR_DS ? 116 : PINS, AT_ONCE = V_FOR_DS ? PART : CHUNK;
+constexpr bool V_STAYS = V_HELD == V_STEPS;                                     /* all of V in registers */
+constexpr bool MIDDLE_BARRIER = WITH_DQ || SHARERS > 1 || STAGES == 1;
+
+/* Shared memory. */
+constexpr int Q_ROOM = TILE_Q * K_BYTES, DO_ROOM = TILE_Q * V_BYTES, STAGE = Q_ROOM + DO_ROOM, S_ROOM = TILE_K * S_BYTES;
+constexpr int ROWS_ROOM = TILE_Q * 16;
+constexpr int K_AT = 0, STAGE_AT = K_AT + TILE_K * (K_BYTES + (V_KEPT == V_STEPS ? 0 : V_BYTES));
+constexpr int ROWS_AT = STAGE_AT + STAGES * STAGE, DS_AT = ROWS_AT + STAGES * ROWS_ROOM, P_AT = DS_AT + S_ROOM;
+constexpr int V_AT = V_FOR_DS ? DS_AT : K_AT + TILE_K * K_BYTES;
+constexpr int SHARED_BYTES = P_AT + (SHARERS > 1 ? S_ROOM : 0);
+/* V that stays in registers comes through room that is not used yet: the stages, or all, and K comes later. */
+constexpr bool V_BESIDE_K = TILE_K * V_BYTES <= STAGES * STAGE;
+constexpr int V_COMES_AT = !V_STAYS ? V_AT : V_BESIDE_K ? STAGE_AT : 0;
+
+static_assert(SHARED_BYTES == SHARED && SHARED <= SHARED_LIMIT, "shared memory: the table and the kernel disagree");
+static_assert(!V_STAYS || TILE_K * V_BYTES <= SHARED_BYTES, "V does not fit");
+static_assert(TILE_K == KEY_GROUPS * FRAGMENTS * 16 && (SHARERS == 1 || SHARERS == 2), "keys of a warp");
+static_assert(OWN % AT_ONCE == 0 && AT_ONCE % PART == 0 && PART % 16 == 0, "queries of a warp");
+static_assert(K_STEPS % SHARERS == 0 && V_STEPS % SHARERS == 0, "columns of a warp");
+static_assert(DQ_WARPS <= WARPS && DQ_FRAGMENTS * DQ_ROWS * 16 == TILE_Q && DQ_BLOCKS * DQ_COLUMNS == K_STEPS, "dQ of a warp");
+static_assert(K_BYTES % 128 == 0 || DQ_COLUMNS <= 2, "swizzled columns of dQ");
+
+/* What backward_prepare knows of a tile of queries of a head, in global memory; the front of it goes with each stage.
+ *   -delta  [TILE_Q / 2][4]   of two queries, twice: a C fragment has two columns in two rows
+ *   -lse    [TILE_Q / 2][4]   of two queries, · log2 e, then their positions for ALiBi.  -inf where a row has seen nothing
+ *                             or is not there: P = 0
+ *   sight   [TILE_Q / 2][4]   lo, hi - lo of two queries; read where a tile is cut                                      */
+constexpr int DELTA = 0, LSE = 8 * TILE_Q, SIGHT = 16 * TILE_Q, RECORD = 24 * TILE_Q;
+
+/* red.v4 on sm_90: a lane's four numbers side by side; else the lanes' first numbers, their second ones, ... */
+#if __CUDA_ARCH__ >= 900
+constexpr bool WIDE_RED = true;
+#else
+constexpr bool WIDE_RED = false;
+#endif
+constexpr int SUMS = TILE_Q * HEAD_DIM; /* floats of dQ of a tile */
+
+DEVICE float *sums_of(const Block &block, u32 item) { return (float *)block.work + (u64)item * SUMS; }
+
+DEVICE char *record_of(const Block &block, u32 item)
+{
+    const u64 sums = WITH_DQ ? (u64)block.batch * block.heads * block.tiles_q * SUMS * 4 : 0;
+    return block.work + sums + (u64)item * RECORD;
+}
+
+/* ---------------------------------------------------------------- the walk over tiles of queries */
+
+/* From the last tile to the first; all heads of the group, first the cut tiles and then the full ones. */
+struct Walk {
+    u32 left;  /* tiles of this 32 that are still to come, a bit each */
+    int base;  /* the first tile of this 32 */
+    int head;
+    bool cut;
+    int tile;  /* where we are */
+
+    __device__ __forceinline__ void start(const Block &block, int first_head)
+    {
+        left = 0, base = 0, cut = true, head = first_head - 1, tile = 0;
+    }
+
+    /* Go to the next visible tile; false: there is none. */
+    __device__ __forceinline__ bool next(const Block &block, int2 extent, bool whole, int first_head, int end_head)
+    {
+        while (left == 0) {
+            base -= 32;
+            if (base < 0) {
+                base = (block.tiles_q - 1) & ~31;
+                if (++head == end_head) {
+                    if (!cut) return false;
+                    cut = false;
+                    head = first_head;
+                }
+            }
+            const Look look = look_at_queries(block, extent, whole, base, block.tiles_q);
+            left = cut ? look.cut : look.full;
+        }
+        const int bit = 31 - __clz(left);
+        left ^= 1u << bit;
+        tile = base + bit;
+        return true;
+    }
+};
+
+/* ---------------------------------------------------------------- a warp */
+
+struct Warp {
+    const Block &block;
+    u32 lane, warp, group, sharer;
+    bool plain;                                   /* no column to be filled up, strides of Q and dO below 32 MB */
+    u32 shared;                                   /* address of shared memory */
+    Item item;
+    int first_head;
+    Scoring scoring;
+
+    float dk[FRAGMENTS][2 * K_BLOCKS][4], dv[FRAGMENTS][2 * V_BLOCKS][4];
+    u32 k_frag[K_KEPT ? K_KEPT : 1][FRAGMENTS][4], v_frag[V_HELD ? V_HELD : 1][FRAGMENTS][4];
+
+    /* Addresses of this lane; the rest of an address is a constant or the same for the whole warp. */
+    u32 k_rows, v_rows;     /* rows lane % 16, chunk lane / 16: A operands, and B operands by ldmatrix.trans */
+    u32 q_rows, do_rows;    /* rows lane % 8 + 8 (lane / 16), chunk lane / 8 % 2: B operands */
+    u32 q_columns, do_columns; /* as k_rows, v_rows, from this warp's first column on */
+    u32 put;                /* dS [key][query]: where fragments are stored */
+    u32 partner;            /* dS [key][query]: the partner's queries, as A operand */
+    u32 dq_rows, dq_keys;   /* dS as A operand and K as B operand of dQ */
+    u32 keys_k, keys_v, keys_s; /* the warp's keys: bytes from the start of the tile in K, V and dS */
+    u32 own_q, own_do;      /* the warp's queries */
+    u32 rows;               /* -delta of this lane's first queries */
+
+    __device__ __forceinline__ Warp(const Block &b) : block(b), scoring(b) {}
+
+    __device__ __forceinline__ void place(u32 shared_memory)
+    {
+        shared = shared_memory;
+        const int row = lane & 15, chunk = lane >> 4, row_b = (lane & 7) + 8 * (lane >> 4), chunk_b = lane >> 3 & 1;
+        k_rows = opaque(shared + swizzled<K_BYTES>(row, chunk));
+        v_rows = V_BYTES == K_BYTES ? k_rows : opaque(shared + swizzled<V_BYTES>(row, chunk));
+        q_rows = opaque(shared + swizzled<K_BYTES>(row_b, chunk_b));
+        do_rows = V_BYTES == K_BYTES ? q_rows : opaque(shared + swizzled<V_BYTES>(row_b, chunk_b));
+        const u32 column = SHARERS > 1 ? opaque_uniform(sharer * 32) : 0;
+        q_columns = k_rows ^ column;
+        do_columns = v_rows ^ column;
+        keys_k = opaque_uniform(group * FRAGMENTS * 16 * K_BYTES);
+        keys_v = V_BYTES == K_BYTES ? keys_k : opaque_uniform(group * FRAGMENTS * 16 * V_BYTES);
+        keys_s = S_BYTES == K_BYTES ? keys_k : opaque_uniform(group * FRAGMENTS * 16 * S_BYTES);
+        own_q = SHARERS > 1 ? opaque_uniform(sharer * OWN * K_BYTES) : 0;
+        own_do = V_BYTES == K_BYTES ? own_q : SHARERS > 1 ? opaque_uniform(sharer * OWN * V_BYTES) : 0;
+#if __CUDA_ARCH__ >= 900
+        put = SHARERS == 1 && S_BYTES == K_BYTES ? k_rows
+                                                 : opaque(shared + swizzled<S_BYTES>(row, sharer * OWN / 8 + chunk));
+#else
+        put = opaque(shared + swizzled<S_BYTES>(lane >> 2, sharer * OWN / 8) + (lane & 3) * 4);
+#endif
+        partner = opaque(shared + swizzled<S_BYTES>(row, (SHARERS - 1 - sharer) * OWN / 8 + chunk));
+        const int dq_row = warp / DQ_COLUMNS * DQ_FRAGMENTS * 32, dq_column = warp % DQ_COLUMNS * 32; /* bytes */
+        dq_rows = S_BYTES == K_BYTES ? q_rows ^ opaque_uniform(dq_row)
+                                     : opaque(shared + swizzled<S_BYTES>(row_b, chunk_b) ^ dq_row);
+        dq_keys = k_rows ^ opaque_uniform(dq_column);
+    }
+
+    /* ------------------------------------------------------------ copies */
+
+    typedef Carry<TILE_K, HEAD_DIM, WARPS> CarryK;
+    typedef Carry<TILE_K, HEAD_DIM_V, WARPS> CarryV;
+    typedef Carry<TILE_Q, HEAD_DIM, WARPS> CarryQ;
+    typedef Carry<TILE_Q, HEAD_DIM_V, WARPS> CarryDO;
+
+    template <typename C> __device__ __forceinline__ void keys(const Tensor &x, u32 to, int columns)
+    {
+        const int row = C::row(warp, lane), chunk = C::chunk(warp, lane), first = item.tile * TILE_K + row;
+        const char *from = at_row(x, item.batch, min(first, block.rows_k - 1), item.head) + 16 * chunk;
+        C::some(warp, shared + to + swizzled<C::BYTES>(row, chunk), from, x.row, block.rows_k - first, columns / 8 - chunk);
+    }
+
+    /* Ask for a tile of queries: Q, dO and the front of its record. */
+    __device__ __forceinline__ void fetch(const Walk &walk, u32 stage, u32 rows_stage)
+    {
+        const u32 lane = lane_again(); /* not kept in registers through the loop */
+        const u32 row_q = CarryQ::row(warp, lane), chunk_q = CarryQ::chunk(warp, lane);
+        const u32 row_do = CarryDO::row(warp, lane), chunk_do = CarryDO::chunk(warp, lane);
+        const u32 to_q = shared + (STAGE_AT + stage) + swizzled<K_BYTES>(row_q, chunk_q);
+        const u32 to_do = shared + (STAGE_AT + Q_ROOM + stage) + swizzled<V_BYTES>(row_do, chunk_do);
+        if (plain && (walk.tile + 1) * TILE_Q <= block.rows_q) {
+            CarryQ::all(warp, to_q, near(block.q, walk) + (row_q * (u32)block.q.row + 16 * chunk_q), block.q.row);
+            CarryDO::all(warp, to_do, near(block.dout, walk) + (row_do * (u32)block.dout.row + 16 * chunk_do), block.dout.row);
+        } else {
+            const int first_q = walk.tile * TILE_Q + row_q, first_do = walk.tile * TILE_Q + row_do, last = block.rows_q - 1;
+            CarryQ::some(warp, to_q, at_row(block.q, item.batch, min(first_q, last), walk.head) + 16 * chunk_q, block.q.row,
+                         block.rows_q - first_q, block.d / 8 - (int)chunk_q);
+            CarryDO::some(warp, to_do, at_row(block.dout, item.batch, min(first_do, last), walk.head) + 16 * chunk_do,
+                          block.dout.row, block.rows_q - first_do, block.dim_v / 8 - (int)chunk_do);
+        }
+        if (warp < TILE_Q / 32) { /* 16 bytes a query, a lane each */
+            const u32 from = 512 * warp + 16 * lane;
+            copy16(shared + (ROWS_AT + rows_stage) + from, record_of(block, number(walk)) + from);
+        }
+        copies_commit();
+    }
+
+    /* The first row of a tile, where strides are small numbers (plain). */
+    __device__ __forceinline__ const char *near(const Tensor &x, const Walk &walk) const
+    {
+        return x.data + item.batch * x.batch + (u64)(u32)walk.head * (u32)x.head + (u64)(u32)(walk.tile * TILE_Q) * (u32)x.row;
+    }
+
+    __device__ __forceinline__ u32 number(const Walk &walk) const
+    {
+        return ((u32)item.batch * block.heads + walk.head) * block.tiles_q + walk.tile;
+    }
+
+    /* ------------------------------------------------------------ one tile of queries */
+
+    /* A fragment, 16 keys × 16 queries, to dS or P [key][query]. */
+    __device__ __forceinline__ void store_fragment(u32 address, int offset, const u32 (&f)[4])
+    {
+#if __CUDA_ARCH__ >= 900
+        stmatrix(address + offset, f);
+#else
+        shared_store(address + offset, f[0]);
+        shared_store(address + offset + 8 * S_BYTES, f[1]);
+        shared_store((address ^ 16) + offset, f[2]);
+        shared_store((address ^ 16) + offset + 8 * S_BYTES, f[3]);
+#endif
+    }
+
+    __device__ __forceinline__ void k_fragments(u32 (&a)[FRAGMENTS][4], int step)
+    {
+        UNROLL for (int m = 0; m < FRAGMENTS; m++)
+            if (step < K_KEPT) UNROLL for (int i = 0; i < 4; i++) a[m][i] = k_frag[step < K_KEPT ? step : 0][m][i];
+            else ldmatrix(a[m], along<K_BYTES>(k_rows, 2 * step) + keys_k + K_AT + m * 16 * K_BYTES);
+    }
+
+    __device__ __forceinline__ void v_fragments(u32 (&a)[FRAGMENTS][4], int step)
+    {
+        UNROLL for (int m = 0; m < FRAGMENTS; m++)
+            if (step < V_HELD) UNROLL for (int i = 0; i < 4; i++) a[m][i] = v_frag[step < V_HELD ? step : 0][m][i];
+            else ldmatrix(a[m], along<V_BYTES>(v_rows, 2 * step) + keys_v + V_AT + m * 16 * V_BYTES);
+    }
+
+    /* sum[m][·] += a[m] · (16 queries × BLOCKS n16 blocks of columns at `address`) */
+    template <int BLOCKS, int BYTES>
+    __device__ __forceinline__ void add_products(float (&sum)[FRAGMENTS][2 * BLOCKS][4], const u32 (&a)[FRAGMENTS][4], u32 address, u32 more)
+    {
+        UNROLL for (int block = 0; block < BLOCKS; block++) {
+            u32 b[4];
+            ldmatrix_trans(b, along<BYTES>(address, 2 * SHARERS * block) + more);
+            UNROLL for (int m = 0; m < FRAGMENTS; m++)
+                UNROLL for (int e = 0; e < 2; e++) mma(sum[m][2 * block + e], a[m], b[2 * e], b[2 * e + 1]);
+        }
+    }
+
+    /* The compiler would make addresses before the loop and keep more of them than there are registers.  Those that are
+     * named here change, as far as it knows, in each trip.  Which ones serve a shape best is tried out: PINS, tiles.py. */
+    __device__ __forceinline__ void pin()
+    {
+        if (PINNED & 1) asm volatile("" : "+r"(k_rows), "+r"(q_rows));
+        if (PINNED & 2) asm volatile("" : "+r"(put));
+        if (PINNED & 4) asm volatile("" : "+r"(q_columns), "+r"(do_columns), "+r"(partner));
+        if (PINNED & 8) asm volatile("" : "+r"(dq_rows), "+r"(dq_keys));
+        if (V_BYTES == K_BYTES) v_rows = k_rows, do_rows = q_rows;
+        rows = shared + ROWS_AT + (lane_again() & 3) * 16 + sharer * OWN * 8;
+    }
+
+    /* Likewise it would start loads too early: none passes a fence (16, 32, 64 of PINS). */
+    template <int WHICH> __device__ __forceinline__ void fence()
+    {
+        if (PINNED & WHICH) __syncwarp();
+    }
+
+    /* pos: of this lane's keys, where CUT or ALiBi. */
+    template <bool CUT>
+    __device__ __forceinline__ void queries(u32 stage, u32 rows_stage, const char *record, const int (&pos)[FRAGMENTS][2])
+    {
+        UNROLL for (int chunk = 0; chunk < OWN / AT_ONCE; chunk++) {
+            const u32 q_chunk = stage + own_q + (STAGE_AT + chunk * AT_ONCE * K_BYTES);
+            const u32 do_chunk = stage + own_do + (STAGE_AT + Q_ROOM + chunk * AT_ONCE * V_BYTES);
+
+            fence<16>();
+            /* dPᵀ = V dOᵀ - delta */
+            float dp[FRAGMENTS][AT_ONCE / 8][4];
+            UNROLL for (int step = 0; step < V_STEPS; step++) {
+                u32 a[FRAGMENTS][4];
+                v_fragments(a, step);
+                UNROLL for (int n = 0; n < AT_ONCE / 16; n++) {
+                    u32 b[4];
+                    ldmatrix(b, along<V_BYTES>(do_rows, 2 * step) + do_chunk + n * 16 * V_BYTES);
+                    UNROLL for (int e = 0; e < 2; e++) {
+                        float minus_delta[4] = {0, 0, 0, 0};
+                        if (step == 0) shared_float4(minus_delta, rows + rows_stage + DELTA + (chunk * AT_ONCE + n * 16 + e * 8) * 8);
+                        UNROLL for (int m = 0; m < FRAGMENTS; m++)
+                            mma(dp[m][2 * n + e], a[m], b[2 * e], b[2 * e + 1], step ? dp[m][2 * n + e] : minus_delta);
+                    }
+                }
+            }
+
+            UNROLL for (int part = 0; part < AT_ONCE / PART; part++) {
+                const int first = chunk * AT_ONCE + part * PART; /* of the warp's queries */
+                fence<32>();
+                /* Sᵀ = K Qᵀ */
+                float s[FRAGMENTS][PART / 8][4];
+                UNROLL for (int step = 0; step < K_STEPS; step++) {
+                    u32 a[FRAGMENTS][4];
+                    k_fragments(a, step);
+                    UNROLL for (int n = 0; n < PART / 16; n++) {
+                        u32 b[4];
+                        ldmatrix(b, along<K_BYTES>(q_rows, 2 * step) + q_chunk + (part * PART + n * 16) * K_BYTES);
+                        UNROLL for (int m = 0; m < FRAGMENTS; m++)
+                            UNROLL for (int e = 0; e < 2; e++) {
+                                float zero[4] = {0, 0, 0, 0};
+                                mma(s[m][2 * n + e], a[m], b[2 * e], b[2 * e + 1], step ? s[m][2 * n + e] : zero);
+                            }
+                    }
+                }
+
+                u32 p_frag[PART / 16][FRAGMENTS][4], ds_frag[PART / 16][FRAGMENTS][4];
+                UNROLL for (int n = 0; n < PART / 16; n++) {
+                    UNROLL for (int e = 0; e < 2; e++) {
+                        const int query = first + n * 16 + e * 8; /* this lane has the queries 2 (lane % 4) + 0, 1 from here */
+                        const float2 minus_lse = shared_float2(rows + rows_stage + LSE + query * 8);
+                        int4 sight = {0, 0, 0, 0};
+                        int2 at = {0, 0};
+                        if (CUT) sight = *(const int4 *)(record + SIGHT + query * 8);
+                        if (BURST_ALIBI) at = shared_int2(rows + rows_stage + LSE + 8 + query * 8);
+                        UNROLL for (int m = 0; m < FRAGMENTS; m++)
+                            UNROLL for (int i = 0; i < 2; i++) { /* keys lane / 4 + 8 i */
+                                float(&x)[4] = s[m][2 * n + e], (&y)[4] = dp[m][part * (PART / 8) + 2 * n + e];
+                                float bend[2];
+                                /* P = exp(S - lse) */
+                                float p0 = scoring.weight(x[2 * i], minus_lse.x, at.x - pos[m][i], &bend[0]);
+                                float p1 = scoring.weight(x[2 * i + 1], minus_lse.y, at.y - pos[m][i], &bend[1]);
+                                if (CUT) {
+                                    p0 = (u32)(pos[m][i] - sight.x) < (u32)sight.y ? p0 : 0.f;
+                                    p1 = (u32)(pos[m][i] - sight.z) < (u32)sight.w ? p1 : 0.f;
+                                }
+                                p_frag[n][m][2 * e + i] = pack(p0, p1);
+                                /* dS = P ∘ (dP - delta) */
+                                float ds0 = p0 * y[2 * i], ds1 = p1 * y[2 * i + 1];
+                                if (BURST_SOFTCAP) ds0 *= bend[0], ds1 *= bend[1];
+                                ds_frag[n][m][2 * e + i] = pack(ds0, ds1);
+                            }
+                    }
+                    const u32 to = along<S_BYTES>(put, 2 * (first / 16 + n)) + keys_s;
+                    UNROLL for (int m = 0; m < FRAGMENTS; m++) {
+                        if (SHARERS > 1) store_fragment(to, P_AT + m * 16 * S_BYTES, p_frag[n][m]);
+                        if (WITH_DQ || SHARERS > 1) store_fragment(to, DS_AT + m * 16 * S_BYTES, ds_frag[n][m]);
+                    }
+                }
+                fence<64>();
+                /* dV += Pᵀ dO */
+                UNROLL for (int n = 0; n < PART / 16; n++)
+                    add_products<V_BLOCKS, V_BYTES>(dv, p_frag[n], do_columns,
+                                                    stage + own_do + (STAGE_AT + Q_ROOM + (first + n * 16) * V_BYTES));
+                /* dK += dSᵀ Q */
+                UNROLL for (int n = 0; n < PART / 16; n++)
+                    add_products<K_BLOCKS, K_BYTES>(dk, ds_frag[n], q_columns,
+                                                    stage + own_q + (STAGE_AT + (first + n * 16) * K_BYTES));
+            }
+        }
+    }
+
+    /* SHARERS = 2: dV += Pᵀ dO and dK += dSᵀ Q of the queries whose P and dS the partner has made. */
+    __device__ __forceinline__ void partners_queries(u32 stage)
+    {
+        const u32 its_do = stage - own_do + (STAGE_AT + Q_ROOM + OWN * V_BYTES), its_q = stage - own_q + (STAGE_AT + OWN * K_BYTES);
+        UNROLL for (int n = 0; n < OWN / 16; n++) {
+            u32 p_frag[FRAGMENTS][4];
+            UNROLL for (int m = 0; m < FRAGMENTS; m++)
+                ldmatrix(p_frag[m], along<S_BYTES>(partner, 2 * n) + keys_s + P_AT + m * 16 * S_BYTES);
+            add_products<V_BLOCKS, V_BYTES>(dv, p_frag, do_columns, its_do + n * 16 * V_BYTES);
+        }
+        UNROLL for (int n = 0; n < OWN / 16; n++) {
+            u32 ds_frag[FRAGMENTS][4];
+            UNROLL for (int m = 0; m < FRAGMENTS; m++)
+                ldmatrix(ds_frag[m], along<S_BYTES>(partner, 2 * n) + keys_s + DS_AT + m * 16 * S_BYTES);
+            add_products<K_BLOCKS, K_BYTES>(dk, ds_frag, q_columns, its_q + n * 16 * K_BYTES);
+        }
+    }
+
+    /* dQ += dS K, over all keys of the tile: this warp's rows and columns, to the sums of the tile. */
+    __device__ __forceinline__ void add_dq(float *sums)
+    {
+        sums += warp * (SUMS / DQ_WARPS) + lane * (WIDE_RED ? 4 : 1);
+        constexpr int TAKEN = DQ_BLOCKS > DQ_PART ? DQ_PART : DQ_BLOCKS; /* blocks at once */
+        UNROLL for (int start = 0; start < DQ_BLOCKS; start += TAKEN) {
+            float dq[DQ_FRAGMENTS][2 * TAKEN][4];
+            UNROLL for (int step = 0; step < TILE_K / 16; step++) {
+                u32 a[DQ_FRAGMENTS][4];
+                UNROLL for (int m = 0; m < DQ_FRAGMENTS; m++)
+                    ldmatrix_trans(a[m], along<S_BYTES>(dq_rows, 2 * m) + DS_AT + step * 16 * S_BYTES);
+                UNROLL for (int n = 0; n < TAKEN; n++) {
+                    u32 b[4];
+                    ldmatrix_trans(b, along<K_BYTES>(dq_keys, 2 * DQ_COLUMNS * (start + n)) + K_AT + step * 16 * K_BYTES);
+                    UNROLL for (int m = 0; m < DQ_FRAGMENTS; m++)
+                        UNROLL for (int e = 0; e < 2; e++) {
+                            float zero[4] = {0, 0, 0, 0};
+                            mma(dq[m][2 * n + e], a[m], b[2 * e], b[2 * e + 1], step ? dq[m][2 * n + e] : zero);
+                        }
+                }
+            }
+            UNROLL for (int m = 0; m < DQ_FRAGMENTS; m++)
+                UNROLL for (int n = 0; n < 2 * TAKEN; n++) {
+                    float(&f)[4] = dq[m][n];
+                    float *const to = sums + (m * 2 * DQ_BLOCKS + 2 * start + n) * 128;
+#if __CUDA_ARCH__ >= 900
+                    asm volatile("red.global.add.v4.f32 [%0], {%1,%2,%3,%4};"
+                                 :: "l"(to), "f"(f[0]), "f"(f[1]), "f"(f[2]), "f"(f[3]) : "memory");
+#else
+                    UNROLL for (int i = 0; i < 4; i++) asm volatile("red.global.add.f32 [%0], %1;" :: "l"(to + 32 * i), "f"(f[i]) : "memory");
+#endif
+                }
+        }
+    }
+
+    /* ------------------------------------------------------------ dK, dV */
+
+    template <int BLOCKS>
+    __device__ __forceinline__ void store(const Tensor &x, const float (&sum)[FRAGMENTS][2 * BLOCKS][4], int columns, float factor)
+    {
+        UNROLL for (int m = 0; m < FRAGMENTS; m++)
+            UNROLL for (int i = 0; i < 2; i++) {
+                const int key = item.tile * TILE_K + (group * FRAGMENTS + m) * 16 + (lane >> 2) + 8 * i;
+                if (key >= block.rows_k) continue;
+                float *const row = (float *)at_row(x, item.batch, key, item.head) + 2 * (lane & 3);
+                UNROLL for (int n = 0; n < 2 * BLOCKS; n++) {
+                    const int column = ((n >> 1) * SHARERS + sharer) * 16 + (n & 1) * 8;
+                    if (column >= columns) continue;
+                    float2 *const to = (float2 *)(row + column);
+                    float2 y = {sum[m][n][2 * i] * factor, sum[m][n][2 * i + 1] * factor};
+                    if (!block.fresh_kv) {
+                        const float2 old = *to;
+                        y.x += old.x, y.y += old.y;
+                    }
+                    *to = y;
+                }
+            }
+    }
+};
+
+/* ---------------------------------------------------------------- the kernels */
+
+template <bool VALUE> struct Cut {
+    static constexpr bool value = VALUE;
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) backward(const __grid_constant__ Block block)
+{
+    extern __shared__ __align__(1024) char shared_memory[];
+    Warp w(block);
+    w.lane = threadIdx.x & 31;
+    w.warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
+    w.group = w.warp / SHARERS, w.sharer = w.warp % SHARERS;
+    w.item = work_item(block, blockIdx.x, block.kv_heads, block.tiles_k, 1);
+    w.place(shared_address(shared_memory));
+    w.plain = block.d == HEAD_DIM && block.dim_v == HEAD_DIM_V &&
+              ((block.q.row | block.q.head | block.dout.row | block.dout.head) >> 25) == 0;
+    UNROLL for (int m = 0; m < FRAGMENTS; m++) {
+        UNROLL for (int n = 0; n < 2 * K_BLOCKS; n++) UNROLL for (int i = 0; i < 4; i++) w.dk[m][n][i] = 0;
+        UNROLL for (int n = 0; n < 2 * V_BLOCKS; n++) UNROLL for (int i = 0; i < 4; i++) w.dv[m][n][i] = 0;
+    }
+
+    const int group = block.heads / block.kv_heads, first_head = w.item.head * group, end_head = first_head + group;
+    const int2 extent = block.extent[w.item.tile];
+    const bool whole = (w.item.tile + 1) * TILE_K <= block.rows_k;
+    Walk walk;
+    walk.start(block, first_head);
+    bool more = walk.next(block, extent, whole, first_head, end_head);
+    if (more) {
+        /* K and V; what stays in registers */
+        w.keys<Warp::CarryV>(block.v, V_COMES_AT, block.dim_v);
+        if (!V_STAYS || V_BESIDE_K) w.keys<Warp::CarryK>(block.k, K_AT, block.d);
+        copies_commit();
+        if (V_HELD || K_KEPT) {
+            copies_wait<0>();
+            __syncthreads();
+            UNROLL for (int step = 0; step < V_HELD; step++)
+                UNROLL for (int m = 0; m < FRAGMENTS; m++)
+                    ldmatrix(w.v_frag[step][m], along<V_BYTES>(w.v_rows, 2 * step) + w.keys_v + V_COMES_AT + m * 16 * V_BYTES);
+            if (V_STAYS) __syncthreads();
+            if (V_STAYS && !V_BESIDE_K) {
+                w.keys<Warp::CarryK>(block.k, K_AT, block.d);
+                copies_commit();
+                copies_wait<0>();
+                __syncthreads();
+            }
+            UNROLL for (int step = 0; step < K_KEPT; step++)
+                UNROLL for (int m = 0; m < FRAGMENTS; m++)
+                    ldmatrix(w.k_frag[step][m], along<K_BYTES>(w.k_rows, 2 * step) + w.keys_k + K_AT + m * 16 * K_BYTES);
+        }
+        int pos[FRAGMENTS][2]; /* of this lane's keys; none that is not there is ever seen */
+        UNROLL for (int m = 0; m < FRAGMENTS; m++)
+            UNROLL for (int i = 0; i < 2; i++) {
+                const int key = w.item.tile * TILE_K + (w.group * FRAGMENTS + m) * 16 + (w.lane >> 2) + 8 * i;
+                pos[m][i] = key < block.rows_k ? block.pos[key] : -2147483647 - 1;
+            }
+        u32 stage = 0, rows_stage = 0;
+        w.fetch(walk, stage, rows_stage);
+
+        auto step = [&](auto cut) {
+            copies_wait<0>();
+            __syncthreads();
+            w.pin();
+            const u32 number = w.number(walk);
+            if (BURST_ALIBI) w.scoring.of_head(block, walk.head);
+            more = walk.next(block, extent, whole, first_head, end_head);
+            if (STAGES == 2 && more) w.fetch(walk, stage ^ STAGE, rows_stage ^ ROWS_ROOM);
+            const char *record = record_of(block, number) + ((w.lane & 3) * 2 + w.sharer * OWN) * 8;
+            w.queries<decltype(cut)::value>(stage, rows_stage, record, pos);
+            if (MIDDLE_BARRIER) __syncthreads();
+            if (SHARERS > 1) w.partners_queries(stage);
+            if (STAGES == 1) {
+                if (SHARERS > 1) __syncthreads();
+                if (more) w.fetch(walk, 0, 0);
+            }
+            if (WITH_DQ && (DQ_WARPS == WARPS || w.warp < DQ_WARPS)) w.add_dq(sums_of(block, number));
+            if (STAGES == 2) stage ^= STAGE, rows_stage ^= ROWS_ROOM;
+        };
+        NO_UNROLL while (more && walk.cut) step(Cut<true>());
+        NO_UNROLL while (more) step(Cut<false>());
+    }
+    w.store<K_BLOCKS>(block.dk, w.dk, block.d, (float)block.scale);
+    w.store<V_BLOCKS>(block.dv, w.dv, block.dim_v, 1);
+}
+
+/* lse, delta and the intervals of a tile of queries as a Record: rows that are not there have -lse = -inf. */
+extern "C" __global__ void __launch_bounds__(THREADS) backward_prepare(const __grid_constant__ Block block)
+{
+    const u32 item = blockIdx.x;
+    const int tile = item % (u32)block.tiles_q, pair = item / (u32)block.tiles_q;
+    const int head = pair % block.heads, batch = pair / block.heads;
+    char *const record = record_of(block, item);
+    const float inf = __int_as_float(0x7f800000);
+    for (int i = 2 * threadIdx.x; i < TILE_Q; i += 2 * THREADS) {
+        float lse[2] = {-inf, -inf}, delta[2] = {0, 0};
+        int at[2] = {0, 0}, lo[2] = {0, 0}, length[2] = {0, 0};
+        UNROLL for (int j = 0; j < 2; j++) {
+            const int row = tile * TILE_Q + i + j;
+            if (row < block.rows_q) {
+                const float x = *at_row(block.lse, batch, head, row);
+                lse[j] = x == -inf ? -inf : -x * (float)LOG2_E;
+                delta[j] = -*at_row(block.delta, batch, head, row);
+                at[j] = block.at[row], lo[j] = block.lo[row], length[j] = block.hi[row] - lo[j];
+            }
+        }
+        *(float4 *)(record + DELTA + i * 8) = {delta[0], delta[1], delta[0], delta[1]};
+        *(float4 *)(record + LSE + i * 8) = {lse[0], lse[1], __int_as_float(at[0]), __int_as_float(at[1])};
+        *(int4 *)(record + SIGHT + i * 8) = {lo[0], length[0], lo[1], length[1]};
+    }
+}
+
+#if WITH_DQ
+/* dq = scale · sums, or dq += scale · sums: from the order of fragments to rows. */
+extern "C" __global__ void __launch_bounds__(THREADS) backward_fold(const __grid_constant__ Block block)
+{
+    const u32 item = blockIdx.x;
+    const int tile = item % (u32)block.tiles_q, pair = item / (u32)block.tiles_q;
+    const int head = pair % block.heads, batch = pair / block.heads;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    if (warp >= DQ_WARPS) return;
+    const float *const sums = sums_of(block, item) + warp * (SUMS / DQ_WARPS) + lane * (WIDE_RED ? 4 : 1);
+    UNROLL for (int m = 0; m < DQ_FRAGMENTS; m++)
+        UNROLL for (int n = 0; n < 2 * DQ_BLOCKS; n++) {
+            const int column = ((n >> 1) * DQ_COLUMNS + warp % DQ_COLUMNS) * 16 + (n & 1) * 8;
+            if (column >= block.d) continue;
+            const float *const from = sums + (m * 2 * DQ_BLOCKS + n) * 128;
+            float f[4];
+            if (WIDE_RED) {
+                const float4 x = *(const float4 *)from;
+                f[0] = x.x, f[1] = x.y, f[2] = x.z, f[3] = x.w;
+            } else {
+                UNROLL for (int i = 0; i < 4; i++) f[i] = from[32 * i];
+            }
+            UNROLL for (int i = 0; i < 2; i++) {
+                const int row = tile * TILE_Q + (warp / DQ_COLUMNS * DQ_FRAGMENTS + m) * 16 + (lane >> 2) + 8 * i;
+                if (row >= block.rows_q) continue;
+                float2 *const to = (float2 *)((float *)at_row(block.dq, batch, row, head) + column + 2 * (lane & 3));
+                float2 y = {f[2 * i] * (float)block.scale, f[2 * i + 1] * (float)block.scale};
+                if (!block.fresh_q) {
+                    const float2 old = *to;
+                    y.x += old.x, y.y += old.y;
+                }
+                *to = y;
+            }
+        }
+}
+#endif

@@ -1,0 +1,160 @@
+/* What the backward kernels of float16 and bfloat16 share: swizzled tiles, copies of rows, scores and their slope.
+ *
+ * A tile in shared memory is [rows][columns] of TYPE, without padding.  Its 16-byte chunks are swizzled, so that the eight
+ * rows of an ldmatrix phase, in any column, lie in eight different groups of banks:
+ *   rows of 128 i bytes        chunk ^= row % 8
+ *   rows of 128 i + 64 bytes   chunk ^= row / 2 % 4         (head dims 32 and 96: two rows already differ by half the banks)
+ * A step of a constant number of chunks is then an XOR and an addition (along), a step of 8 rows an addition.
+ */
+#ifndef BURST_BACKWARD_CUH
+#define BURST_BACKWARD_CUH
+
+#include "order.cuh"
+#include "ptx.cuh"
+#include "scores.h"
+#include "sight.cuh"
+
+#define LOG2_E 1.4426950408889634
+
+/* Where chunk `chunk` of row `row` lies in a tile with rows of BYTES bytes. */
+template <int BYTES> DEVICE u32 swizzled(int row, int chunk)
+{
+    static_assert(BYTES % 64 == 0, "rows of a tile");
+    return row * BYTES + ((chunk ^ (BYTES % 128 ? (row >> 1) & 3 : row & 7)) << 4);
+}
+
+/* The address `chunks` further in the row; the bits of `chunks` must be clear in the chunk that `address` stands for. */
+template <int BYTES> DEVICE u32 along(u32 address, int chunks)
+{
+    constexpr int mask = BYTES % 128 ? 3 : 7;
+    return (address ^ ((chunks & mask) << 4)) + ((chunks & ~mask) << 4);
+}
+
+/* The value of lane 0, which ptxas cannot make again (see opaque). */
+DEVICE u32 opaque_uniform(u32 x)
+{
+    u32 y;
+    asm volatile("shfl.sync.idx.b32 %0, %1, 0, 31, -1;" : "=r"(y) : "r"(x));
+    return y;
+}
+
+/* The lane's number, read anew: cheaper than a register that lives through a loop. */
+DEVICE int lane_again()
+{
+    int lane;
+    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+    return lane;
+}
+
+DEVICE float2 shared_float2(u32 address)
+{
+    float2 x;
+    asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address) : "memory");
+    return x;
+}
+
+DEVICE int2 shared_int2(u32 address)
+{
+    int2 x;
+    asm volatile("ld.shared.v2.b32 {%0,%1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(address) : "memory");
+    return x;
+}
+
+DEVICE void shared_float4(float (&x)[4], u32 address)
+{
+    asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"
+                 : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3]) : "r"(address) : "memory");
+}
+
+/* 4 bytes, or a zero where `there` is false. */
+DEVICE void copy4_or_zero(u32 shared, const void *global, bool there)
+{
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" :: "r"(shared), "l"(global), "r"(there ? 4 : 0) : "memory");
+#else
+    asm volatile("st.shared.b32 [%0], %1;" :: "r"(shared), "r"(there ? *(const int *)global : 0) : "memory");
+#endif
+}
+
+DEVICE void shared_store(u32 address, u32 x) { asm volatile("st.shared.b32 [%0], %1;" :: "r"(address), "r"(x) : "memory"); }
+
+/* How WARPS warps carry ROWS rows of COLUMNS numbers to shared memory: an instruction of a warp takes 8 rows of 64 bytes,
+ * full sectors whatever the stride, and a thread stays in its rows, so that columns are constant offsets. */
+template <int ROWS, int COLUMNS, int WARPS_> struct Carry {
+    static constexpr int BYTES = 2 * COLUMNS, UNITS = COLUMNS / 32;
+    static constexpr int ROW_WARPS = ROWS / 8 < WARPS_ ? ROWS / 8 : WARPS_;
+    static constexpr int COLUMN_WARPS = UNITS % (WARPS_ / ROW_WARPS) ? 1 : WARPS_ / ROW_WARPS; /* 1: some warps carry nothing */
+    static constexpr int PASS = 8 * ROW_WARPS; /* rows at once */
+    static_assert(ROWS % PASS == 0 && WARPS_ % ROW_WARPS == 0, "rows of a copy");
+
+    /* This thread's first row and chunk.  A quarter of a warp writes two rows, in different halves of the banks. */
+    static __device__ __forceinline__ u32 row(u32 warp, u32 lane)
+    {
+        return (ROW_WARPS < WARPS_ ? warp % ROW_WARPS : warp) * 8 + (BYTES % 128 ? lane >> 2 : (lane >> 2 & 1) * 4 + (lane >> 3));
+    }
+    static __device__ __forceinline__ u32 chunk(u32 warp, u32 lane)
+    {
+        return (COLUMN_WARPS > 1 ? warp / ROW_WARPS * 4 : 0) + (lane & 3);
+    }
+
+    /* shared: of this thread's first chunk; global: likewise; stride: bytes between rows. */
+    static __device__ __forceinline__ void all(int warp, u32 shared, const char *global, i64 stride)
+    {
+        if (ROW_WARPS * COLUMN_WARPS < WARPS_ && warp >= ROW_WARPS * COLUMN_WARPS) return;
+        UNROLL for (int pass = 0; pass < ROWS / PASS; pass++) {
+            UNROLL for (int unit = 0; unit < UNITS; unit += COLUMN_WARPS)
+                copy16(along<BYTES>(shared, 4 * unit) + pass * PASS * BYTES, global + 64 * unit);
+            global += PASS * stride;
+        }
+    }
+
+    /* The same where only `rows` rows from this thread's first one on, or `chunks` chunks from its first one on, are there. */
+    static __device__ __forceinline__ void some(int warp, u32 shared, const char *global, i64 stride, int rows, int chunks)
+    {
+        if (ROW_WARPS * COLUMN_WARPS < WARPS_ && warp >= ROW_WARPS * COLUMN_WARPS) return;
+        UNROLL for (int pass = 0; pass < ROWS / PASS; pass++) {
+            UNROLL for (int unit = 0; unit < UNITS; unit += COLUMN_WARPS) {
+                const bool there = pass * PASS < rows && 4 * unit < chunks;
+                copy16_or_zero(along<BYTES>(shared, 4 * unit) + pass * PASS * BYTES, there ? global + 64 * unit : global, there);
+            }
+            if ((pass + 1) * PASS < rows) global += PASS * stride;
+        }
+    }
+};
+
+/* ---------------------------------------------------------------- scores */
+
+struct Scoring {
+    float to_log2;   /* scale · log2 e, or with softcap what makes x the argument of tanh */
+    float cap;       /* softcap · log2 e */
+    float slope;     /* of ALiBi · log2 e */
+
+    __device__ __forceinline__ Scoring(const Block &block)
+    {
+        to_log2 = (float)(BURST_SOFTCAP ? block.scale / block.softcap : block.scale * LOG2_E);
+        cap = (float)(BURST_SOFTCAP ? block.softcap * LOG2_E : 0);
+        slope = 0;
+    }
+    __device__ __forceinline__ void of_head(const Block &block, int head)
+    {
+        if (BURST_ALIBI) slope = block.slopes[head] * (float)LOG2_E;
+    }
+
+    /* P = exp(s - lse) of a product x = q·k: 2^(s log2 e - lse log2 e).  *bend gets d cap(x)/dx. */
+    __device__ __forceinline__ float weight(float x, float minus_lse, int apart, float *bend) const
+    {
+        float exponent;
+        if (BURST_SOFTCAP) {
+            const float t = tanhf(x * to_log2);
+            *bend = 1 - t * t;
+            exponent = fmaf(t, cap, minus_lse);
+        } else {
+            *bend = 1;
+            exponent = fmaf(x, to_log2, minus_lse);
+        }
+        if (BURST_ALIBI) exponent = fmaf(-slope, fabsf((float)apart), exponent);
+        return exp2_fast(exponent);
+    }
+};
+
+#endif
