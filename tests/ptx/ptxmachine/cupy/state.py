@@ -184,8 +184,9 @@ class Simulation:
             except Exception as error:
                 self.error = error  # from now on every call fails, as after a CUDA launch failure
                 raise
-            top.done, top.action, top.waits_for = True, None, ()
+            top.done = True
             self.live.pop(top.serial, None)
+            top.action, top.waits_for = None, ()  # last: what the action held may be freed now, which is work too
 
     def finish_stream(self, stream):
         self.check_alive()
