@@ -103,7 +103,7 @@ class Listing:
         self.name, self.lines = name, lines
         self.registers, self.stack, self.spills = registers, stack, spills  # of ptxas: numbers, bytes, bytes
         starts = {0, *labels.values()}
-        starts |= {i + 1 for i, text in enumerate(lines) if opcode(text) in ("BRA", "EXIT", "RET", "BRX", "KILL")}
+        starts |= {i + 1 for i, text in enumerate(lines) if opcode(text) in ("BRA", "CALL", "EXIT", "RET", "BRX", "KILL")}
         starts = sorted(s for s in starts if s < len(lines))
         self._end = dict(zip(starts, [*starts[1:], len(lines)]))
         self._next = {start: self._successors(start, labels) for start in starts}
@@ -114,7 +114,8 @@ class Listing:
         text = self.lines[end - 1]
         kind, target = opcode(text), TARGET.search(text)
         after = [end] if end < len(self.lines) else []
-        if kind == "BRA" and target:
+        # "CALL.REL.NOINC `(.L_x_7)" is a jump; one to a function "`($__...)" comes back
+        if kind in ("BRA", "CALL") and target:
             # "@P0 BRA `(L)", "BRA.U UP0, `(L)", "BRA.DIV ~URZ, `(L)" may fall through, "BRA `(L)" does not
             sure = not text.startswith("@") and "," not in text[: target.start()]
             return [labels[target.group(1)], *([] if sure else after)]
@@ -149,37 +150,38 @@ class Listing:
     def hot_path(self, hmma: int, *, least: dict[str, int] | None = None) -> Way | None:
         """The fewest instructions once round a loop with exactly so many HMMA; None where no loop has such a path.
 
-        least : an opcode and how often it must be met, {"LDGSTS": 16}: tells a loop that loads from its last trip
+        least : opcodes and how often they must be met, {"LDGSTS": 16}: tells a loop that loads from its last trip
         """
-        (needed, wanted), = (least or {"": 0}).items()
+        least = least or {}
         blocks = self._entry
         cost = {b: self._end[b] - b for b in blocks}
         has = {b: Way(self.lines[b : self._end[b]]) for b in blocks}
-        gain = {b: (has[b].hmma, has[b].count(needed)) for b in blocks}
+        gain = {b: (has[b].hmma, *(has[b].count(name) for name in least)) for b in blocks}
+        most = (hmma + 1, *least.values())  # no need to count further
+        start = (0,) * len(most)
+        add = lambda so_far, block: tuple(min(a + b, c) for a, b, c in zip(so_far, gain[block], most))  # noqa: E731
         heads = {t for b in blocks for t in self._next[b] if self._back(b, t)}
         best = None
         for head in sorted(heads):
-            # Dijkstra over (block, HMMA so far, needed so far); back edges only to the head, so no block comes twice
-            queue = [(cost[head], head, gain[head][0], min(gain[head][1], wanted), None)]
+            # Dijkstra over (block, what was met so far); back edges only to the head, so no block comes twice
+            queue = [(cost[head], head, add(start, head), None)]
             seen = {}
             while queue:
-                steps, block, mma, met, before = heapq.heappop(queue)
-                state = (block, mma, met)
-                if state in seen or mma > hmma or (best and steps >= best[0]):
+                steps, block, met, before = heapq.heappop(queue)
+                state = (block, met)
+                if state in seen or met[0] > hmma or (best and steps >= best[0]):
                     continue
                 seen[state] = before
                 for target in self._next[block]:
                     if target == head and self._back(block, head):
-                        if mma == hmma and met >= wanted and (best is None or steps < best[0]):
+                        if met == (hmma, *least.values()) and (best is None or steps < best[0]):
                             way, at = [], state
                             while at is not None:
                                 way.append(at[0])
                                 at = seen[at]
                             best = steps, way[::-1]
                     elif not self._back(block, target):
-                        more, also = gain[target]
-                        entry = (steps + cost[target], target, mma + more, min(met + also, wanted), state)
-                        heapq.heappush(queue, entry)
+                        heapq.heappush(queue, (steps + cost[target], target, add(met, target), state))
         if best is None:
             return None
         return Way([text for b in best[1] for text in self.lines[b : self._end[b]]])
@@ -197,9 +199,9 @@ class Cubin:
 
     def __init__(self, code: str, arch: str, options=(), name: str = "kernel.cu", toolkit=None):
         self.arch = arch
-        start = time.perf_counter()
+        start = time.process_time()  # of this process, all threads
         self.image, self.log = _compile(toolkit or default_toolkit(), code, arch, options, name)
-        self.seconds = time.perf_counter() - start
+        self.seconds = time.process_time() - start
         self._kernels = None
 
     def kernels(self) -> dict[str, Listing]:

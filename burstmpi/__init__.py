@@ -2,8 +2,9 @@
 
 from .attention import BurstAttention, Stats, backward, forward
 from .merge import merge
+from .placement import use_gpu
 from .ring import DeadlineError, PeerError
 from .rules import boundaries
 
-__all__ = ["BurstAttention", "DeadlineError", "PeerError", "Stats", "backward", "boundaries", "forward", "merge"]
+__all__ = ["BurstAttention", "DeadlineError", "PeerError", "Stats", "backward", "boundaries", "forward", "merge", "use_gpu"]
 __version__ = "0.1.0"

@@ -10,21 +10,27 @@ parcels past the backend's kernels.
 
 from __future__ import annotations
 
+import os
+import warnings
 from dataclasses import dataclass
 
 import numpy as np
 
-from . import backends, checks
+from . import arrays as kinds
+from . import backends, checks, placement
 from .backends.base import Dims, Tally, Work
 from .layout import check_explicit, place, placement_of
 from .plan import Plan
-from .ring import Cargo, Partials, Ring, deadline_of
+from .ring import CHUNK, Cargo, Partials, Ring, cuda_support, deadline_of, node_name
 from .rows import gather as gather_rows
 from .rows import shard as shard_rows
 from .rules import Rules, Sight
+from .transport import Direct, Staged
+from .workspace import GpuWorkspace, Workspace
 
 __all__ = ["BurstAttention", "Stats", "backward", "forward"]
 
+STAGE = 4 << 20  # bytes of a chunk that is staged through pinned memory; BURSTMPI_STAGE_BYTES changes it
 PLANS = 16  # plans that are kept: one for each combination of shapes
 
 
@@ -37,10 +43,12 @@ class Stats:
     backend: str = ""
     bytes_sent: int = 0  # counted where they are sent
     messages: int = 0
-    compute_seconds: float = 0.0  # in kernels, progress calls included
+    compute_seconds: float = 0.0  # in kernels, progress calls included; of a GPU: launching, and waiting for it to be ready
     wait_seconds: float = 0.0  # for other ranks, the agreement before the call included
-    tiles: int = 0  # pairs (query tile, key tile) of a head that were computed here
+    tiles: int = 0  # pairs (query tile, key tile) of a head that were computed here; a GPU does not count them
     tiles_skipped: int = 0  # pairs that a rule spared
+    transport: str = ""  # "host", "direct" (device pointers to MPI) or "staged" (through pinned memory)
+    transport_why: str = ""  # what decided it
 
 
 class BurstAttention:
@@ -69,8 +77,12 @@ class BurstAttention:
         Default head_dim ** -0.5.
     backward : "q", "kv" or "auto"
         What travels in backward; "auto" takes what sends fewer bytes for the shapes at hand.
-    backend : "auto", "host", "numpy" or "reference"
-        Who computes inside a rank; "auto" takes compiled C kernels, or NumPy where there is no compiler.
+    backend : "auto", "host", "numpy", "reference" or "cuda"
+        Who computes inside a rank.  "auto" goes by the arrays of each call: CUDA for those on a GPU; for NumPy's
+        compiled C kernels, or NumPy where there is no compiler.
+    deterministic : bool
+        Whether backward on a GPU gives the same bits each time: dQ by a kernel of its own in place of atomic sums.
+        All else is deterministic anyway.
     deadline : float
         Seconds that a wait for other ranks may take before it raises ``DeadlineError``; None takes the environment's
         BURSTMPI_DEADLINE, and without that waits for ever.
@@ -110,6 +122,7 @@ class BurstAttention:
         scale=None,
         backward="auto",
         backend="auto",
+        deterministic=False,
         deadline=None,
     ):
         problem = wait = None
@@ -121,15 +134,25 @@ class BurstAttention:
         self._closed = False
         self._plans: dict[tuple, Plan] = {}
         self._planned = 0  # plans made so far, the same number on every rank
-        self._arena = None
+        self._host = None  # the backend of NumPy arrays
+        self._gpus: dict[int, backends.Backend] = {}  # those of devices
+        self._spaces: dict[int, Workspace] = {}  # by id of the backend
+        self._seated: set[int] = set()  # devices that ranks have compared
         self.stats = Stats()
-        common, layouts = {}, ("zigzag", "zigzag")
+        common, layouts, aware, stage = {}, ("zigzag", "zigzag"), (False, ""), STAGE
         try:
             if problem is not None:
                 raise problem
             self._rules = Rules(causal, window, documents, softcap, alibi_slopes, scale)
             self._backward = checks.choice("backward", backward, checks.WAYS)
-            self._backend = backends.choose(backend)
+            self._asked = checks.choice("backend", backend, backends.NAMES)
+            self._deterministic = checks.flag("deterministic", deterministic)
+            if backend == "cuda":
+                self._gpu()
+            elif backend != "auto":
+                self._host = backends.choose(backend)
+            stage = checks.stage_bytes(os.environ.get("BURSTMPI_STAGE_BYTES"), STAGE)
+            aware = cuda_support(os.environ)
             layouts = checks.layout(layout)
             names = tuple(x if isinstance(x, str) else "explicit positions" for x in layouts)
             common = {
@@ -137,6 +160,8 @@ class BurstAttention:
                 "layout": names,
                 "backward": backward,
                 "backend": backend,  # what "auto" finds may differ: a node with no compiler computes in NumPy
+                "deterministic": deterministic,
+                "BURSTMPI_STAGE_BYTES": stage,
                 "deadline": wait,
             }
         except Exception as error:
@@ -144,9 +169,13 @@ class BurstAttention:
         explicit = tuple(None if isinstance(x, str) else x for x in layouts)
         try:
             with self._guard(TypeError, ValueError):
-                everyone = self._ring.settle(common, explicit, problem)
+                private = (explicit, node_name(os.environ), aware)
+                everyone = self._ring.settle(common, private, problem)
+                self._nodes = [node for _, node, _ in everyone]
+                self._ring.order = placement.ring_order(self._nodes)
+                self._stage, self._aware = stage, _agreed_support([aware for _, _, aware in everyone])
                 self._layouts = tuple(
-                    name if mine is None else check_explicit([theirs[side] for theirs in everyone])
+                    name if mine is None else check_explicit([theirs[side] for theirs, _, _ in everyone])
                     for side, (name, mine) in enumerate(zip(layouts, explicit))
                 )
         except (TypeError, ValueError):
@@ -159,8 +188,15 @@ class BurstAttention:
         """Free the communicator and the workspace; closing twice is harmless."""
         if not self._closed:
             self._closed = True
+            broken = self._ring.broken
             self._ring.close()
-            self._arena = None
+            try:
+                for space in self._spaces.values():
+                    space.close()
+            except Exception:
+                if broken is None:  # else the device may have failed with the call
+                    raise
+            self._spaces.clear()
             self._plans.clear()
 
     def __enter__(self):
@@ -171,7 +207,58 @@ class BurstAttention:
 
     def __repr__(self):
         state = "closed" if self._closed else f"rank {self._ring.rank} of {self._ring.size}"
-        return f"<BurstAttention {state}, {self._backend.name}, {self._rules}>"
+        return f"<BurstAttention {state}, {self._asked}, {self._rules}>"
+
+    # ------------------------------------------------------------ who computes
+
+    @property
+    def _backend(self):
+        """The backend of NumPy arrays."""
+        if self._host is None:
+            self._host = backends.choose("auto")
+        return self._host
+
+    @_backend.setter
+    def _backend(self, backend):
+        self._host = backend
+
+    def _gpu(self, device=None):
+        """The backend of a device, None for the current one."""
+        if device is None:
+            device = kinds.current_device()
+        if device not in self._gpus:
+            self._gpus[device] = backends.on_gpu(device, deterministic=self._deterministic)
+        return self._gpus[device]
+
+    def _serving(self, device, name):
+        """The backend for arrays on a device, None for the host; ``name`` is one of them, for messages."""
+        if device is None:
+            if self._asked == "cuda":
+                raise TypeError(f"{name}: must be on a GPU for backend='cuda', got a NumPy array")
+            return self._backend
+        if self._asked not in ("auto", "cuda"):
+            raise TypeError(f"{name}: is on GPU {device}, but backend={self._asked!r} computes on the host")
+        return self._gpu(device)
+
+    def _space(self, backend) -> Workspace:
+        """The workspace for a backend."""
+        if id(backend) not in self._spaces:
+            self._spaces[id(backend)] = self._make_space(backend)
+        return self._spaces[id(backend)]
+
+    def _make_space(self, backend) -> Workspace:
+        ring = self._ring
+        if not hasattr(backend, "gpu"):
+            return Workspace(backend, ring.on_host)
+        aware, why = self._aware
+        if aware:
+            return GpuWorkspace(backend, Direct(backend.gpu, ring.test, CHUNK), why)
+        return GpuWorkspace(backend, Staged(backend.gpu, ring.test, self._stage), why)
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of pinned host memory that this rank holds now for GPUs, beside ``workspace_bytes`` of the device."""
+        return sum(space.pinned_bytes for space in self._spaces.values())
 
     # ------------------------------------------------------------ rows
 
@@ -251,24 +338,24 @@ class BurstAttention:
         DeadlineError, PeerError
             Another rank did not come, or stopped; this object can only be closed then.
         """
-        results = {"out": out, "lse": lse}
-        plan = self._agree("forward", {"q": q, "k": k, "v": v}, results)
-        with self._guard():
-            ring, backend = self._ring, self._backend
-            out, lse = results["out"], results["lse"]
-            room = plan.rooms["forward"].views(backend, self._arena)
+        arrays, results = {"q": q, "k": k, "v": v}, {"out": out, "lse": lse}
+        plan, space = self._agree("forward", arrays, results)
+        ring, backend = self._ring, plan.backend
+        with self._guard(), backend.call():
+            (q, k, v), out, lse = arrays.values(), results["out"], results["lse"]
+            room = plan.rooms["forward"].views(backend, space.arena)
             state = room.get("out", out)
             steps = plan.steps["kv"]
             busy = [step.index for step in steps if step.compute]
             if not busy:
                 ring.complete(backend.clear(out))
                 ring.complete(backend.clear(lse, -np.inf))
-            at, lo, hi = plan.intervals(ring.rank, room)
+            at, lo, hi = plan.intervals(ring.rank, room, ring.progress)
             tally = Tally()
 
             def visit(step, parcel, _):
                 keys, values = (k, v) if step.index == 0 else plan.open(parcel, "kv", step.guest)
-                sight = Sight(at, lo, hi, plan.key_positions(step.guest, room))
+                sight = Sight(at, lo, hi, plan.key_positions(step.guest, room, ring.progress))
                 work = Work(sight, plan.scores, room["scratch"], ring.progress, tally)
                 last = step.index == busy[-1] and state is not out
                 first = step.index == busy[0]
@@ -276,7 +363,7 @@ class BurstAttention:
 
             cargo = self._cargo(plan, "kv", room, (k, v))
             ring.travel(steps, cargo, visit)
-            self._count("forward", "kv", plan, tally)
+            self._count("forward", "kv", plan, tally, space)
         return out, lse
 
     # ------------------------------------------------------------ backward
@@ -305,12 +392,13 @@ class BurstAttention:
 
         (with a softcap, dS has the factor 1 - tanh² too).
         """
-        results = {"dq": dq, "dk": dk, "dv": dv}
-        plan = self._agree("backward", {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse}, results)
-        with self._guard():
-            ring, backend = self._ring, self._backend
+        arrays, results = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse}, {"dq": dq, "dk": dk, "dv": dv}
+        plan, space = self._agree("backward", arrays, results)
+        ring, backend = self._ring, plan.backend
+        with self._guard(), backend.call():
+            q, k, v, dout, out, lse = arrays.values()
             travels = plan.travels
-            room = plan.rooms["backward"].views(backend, self._arena)
+            room = plan.rooms["backward"].views(backend, space.arena)
             sums = {name: room.get(name, result) for name, result in results.items()}
             delta = room["delta"]
             ring.complete(backend.delta(dout, out, delta))
@@ -331,21 +419,22 @@ class BurstAttention:
             home = way.host_of_last_step(ring.rank) if way.last[ring.rank] else None
             ring.travel(steps, cargo, visit, partials, home)
             if home is not None:
+                ring.transport.compute_reads(partials.home)
                 came = plan.open_partial(room["home"], travels, ring.rank)
                 for name, share in zip(following, came):
                     ring.complete(backend.add(sums[name], share))
             for name, result in results.items():
                 if sums[name] is not result:
                     ring.complete(backend.copy(result, sums[name]))
-            self._count("backward", travels, plan, tally)
+            self._count("backward", travels, plan, tally, space)
         return results["dq"], results["dk"], results["dv"]
 
     def _visit_q(self, plan, room, sums, arrays, steps, tally):
         """Queries come by; dK and dV stay, the visitor's dQ is made afresh and travels on."""
         dout, q, k, v, lse, delta = arrays
-        ring, backend = self._ring, self._backend
+        ring, backend = self._ring, plan.backend
         first = next((step.index for step in steps if step.compute), None)
-        pos = plan.key_positions(ring.rank, room)
+        pos = plan.key_positions(ring.rank, room, ring.progress)
 
         def visit(step, parcel, partial):
             guest = step.guest
@@ -354,7 +443,7 @@ class BurstAttention:
             else:
                 their = plan.open(parcel, "q", guest)
                 (dq,) = plan.open_partial(partial, "q", guest)
-            sight = Sight(*plan.intervals(guest, room), pos)
+            sight = Sight(*plan.intervals(guest, room, ring.progress), pos)
             work = Work(sight, plan.scores, room["scratch"], ring.progress, tally)
             rows_q, rows_dout, rows_delta, rows_lse = their
             return backend.attend_backward(
@@ -367,9 +456,9 @@ class BurstAttention:
     def _visit_kv(self, plan, room, sums, arrays, steps, tally):
         """Keys come by; dQ stays, the visitor's dK and dV are made afresh and travel on."""
         dout, q, k, v, lse, delta = arrays
-        ring, backend = self._ring, self._backend
+        ring, backend = self._ring, plan.backend
         first = next((step.index for step in steps if step.compute), None)
-        at, lo, hi = plan.intervals(ring.rank, room)
+        at, lo, hi = plan.intervals(ring.rank, room, ring.progress)
 
         def visit(step, parcel, partial):
             guest = step.guest
@@ -378,7 +467,7 @@ class BurstAttention:
             else:
                 keys, values = plan.open(parcel, "kv", guest)
                 dk, dv = plan.open_partial(partial, "kv", guest)
-            sight = Sight(at, lo, hi, plan.key_positions(guest, room))
+            sight = Sight(at, lo, hi, plan.key_positions(guest, room, ring.progress))
             work = Work(sight, plan.scores, room["scratch"], ring.progress, tally)
             return backend.attend_backward(
                 dout, q, keys, values, lse, delta, sums["dq"], dk, dv, work,
@@ -406,49 +495,55 @@ class BurstAttention:
         """Watch a part of a call; exceptions of the ``shared`` types are raised by all ranks alike."""
         return _Guard(self._ring, shared)
 
-    def _agree(self, call, arrays, results) -> Plan:
-        """Check this rank's arrays, ask the others, and find or make the plan; allocate what is missing."""
+    def _agree(self, call, arrays, results) -> tuple[Plan, Workspace]:
+        """Check this rank's arrays, ask the others, and find or make the plan; allocate what is missing.
+
+        Arrays of a GPU come back in ``arrays`` as CuPy's; missing ``results`` are made.
+        """
         self._start(call)
         plan, ready = self._meet({"call": call}, lambda: self._check(arrays, results), call)
+        space = self._space(plan.backend)
         if not ready:
-            self._reserve(plan.nbytes(call))
-        with self._guard():
+            self._reserve(space, plan, call)
+        self._ring.transport = space.transport
+        with self._guard(), plan.backend.on():
             for name, (shape, dtype) in plan.results(call).items():
                 if results[name] is None:
-                    results[name] = np.empty(shape, dtype)
-        return plan
+                    results[name] = plan.backend.empty(shape, dtype)
+        return plan, space
 
     def _meet(self, common, look, call=None) -> tuple[Plan, bool]:
         """Ask the others what they say, and find or make the plan for it; collective.
 
         Parameters
         ----------
-        look : gives (Dims, (rows of queries, rows of keys)) of this rank, or raises what is wrong
+        look : gives (Dims, (rows of queries, rows of keys), Backend) of this rank, or raises what is wrong
         call : the call for which the workspace is wanted, or None
 
         Returns
         -------
         plan, and whether every rank knew it and has the workspace already
         """
-        problem, dims, rows, key = None, None, (0, 0), None
+        problem, dims, rows, backend, key = None, None, (0, 0), None, None
         try:
-            dims, rows = look()
-            key = (dims, rows)
-            common |= dims.describe()
+            dims, rows, backend = look()
+            key = (dims, rows, id(backend))
+            common |= dims.describe() | {"arrays": "on a GPU" if hasattr(backend, "gpu") else "on the host"}
         except Exception as error:  # whatever it is, the other ranks must hear of it
             problem = error
         plan = self._plans.pop(key, None)
         if plan is not None:
             self._plans[key] = plan  # the last one used is the last one dropped
-        fits = plan is not None and (call is None or self._fits(plan.nbytes(call)))
+        fits = plan is not None and (call is None or self._space(backend).fits(plan, call))
         with self._guard():
             known, ready = self._ring.agreed(common, plan.number if plan else 0, fits, problem is None)
         if not known:
-            plan = self._plan(common, dims, rows, key, problem)
+            plan = self._plan(common, dims, rows, backend, key, problem)
         return plan, known and ready
 
     def _check(self, arrays, results):
-        """Look at this rank's arrays: (Dims, (rows of queries, rows of keys)), or raise."""
+        """Look at this rank's arrays: (Dims, (rows of queries, rows of keys), Backend), or raise."""
+        device = _adopt(arrays, results)
         for name in ("q", "k", "v"):
             checks.array(name, arrays[name])
         q, k, v = (arrays[name] for name in ("q", "k", "v"))
@@ -456,7 +551,7 @@ class BurstAttention:
         dtype = checks.element_type("q", q.dtype)
         checks.array("k", k, dtype=dtype)
         checks.array("v", v, dtype=dtype)
-        dims = self._dims(q.shape, k.shape, v.shape, dtype)
+        dims = self._dims(q.shape, k.shape, v.shape, dtype, device is not None)
         shape_out, shape_lse = (*q.shape[:3], v.shape[3]), (q.shape[0], q.shape[2], q.shape[1])
         if "dout" in arrays:
             checks.array("dout", arrays["dout"], shape_out, dtype)
@@ -469,46 +564,53 @@ class BurstAttention:
                 kind = dims.accumulator if name == "lse" else dtype
                 checks.result(name, buffer, shapes[name], kind, apart)
                 apart.append((name, buffer))
-        return dims, (q.shape[1], k.shape[1])
+        if device is not None:
+            for name, x in apart:
+                if name != "lse":
+                    kinds.check_layout(name, x)
+        return dims, (q.shape[1], k.shape[1]), self._serving(device, "q")
 
-    def _dims(self, q, k, v, dtype) -> Dims:
+    def _dims(self, q, k, v, dtype, on_gpu) -> Dims:
         checks.heads_of_slopes(self._rules.alibi_slopes, q[2])
+        if on_gpu:
+            checks.head_dim_on_gpu("q, k", q[3])
+            checks.head_dim_on_gpu("v", v[3])
         return Dims(q[0], q[2], k[2], q[3], v[3], dtype, checks.accumulator(dtype))
 
-    def _plan(self, common, dims, rows, key, problem) -> Plan:
+    def _plan(self, common, dims, rows, backend, key, problem) -> Plan:
         """Make a plan together: collective; raises alike on every rank."""
         ring = self._ring
         with self._guard(TypeError, ValueError):
-            everyone = ring.settle(common, rows, problem)
-            where_q = placement_of(self._layouts[0], [q for q, _ in everyone], "queries")
-            where_k = placement_of(self._layouts[1], [k for _, k in everyone], "keys")
+            seat = backend.gpu.device.pci_bus_id if hasattr(backend, "gpu") else None
+            everyone = ring.settle(common, (rows, seat), problem)
+            if seat is not None and id(backend) not in self._seated:
+                self._seated.add(id(backend))
+                shared = placement.sharing(list(zip(self._nodes, (seat for _, seat in everyone))), ring.rank)
+                if shared:
+                    warnings.warn(shared, RuntimeWarning, stacklevel=5)
+            where_q = placement_of(self._layouts[0], [q for (q, _), _ in everyone], "queries")
+            where_k = placement_of(self._layouts[1], [k for (_, k), _ in everyone], "keys")
             self._rules.check_lengths(where_q.length, where_k.length)
             self._planned += 1
-            plan = Plan(self._planned, dims, self._rules, where_q, where_k, ring, self._backend, self._backward)
+            with backend.on():
+                plan = Plan(self._planned, dims, self._rules, where_q, where_k, ring, backend, self._backward)
         self._plans.pop(key, None)
         while len(self._plans) >= PLANS:
             self._plans.pop(next(iter(self._plans)))
         self._plans[key] = plan
         return plan
 
-    def _fits(self, nbytes) -> bool:
-        return nbytes == 0 or (self._arena is not None and len(self._arena) >= nbytes)
-
-    def _reserve(self, nbytes) -> None:
+    def _reserve(self, space, plan, call) -> None:
         """Make room, on all ranks or on none."""
         problem = None
-        if not self._fits(nbytes):
-            self._arena = None
-            try:
-                self._arena = self._backend.allocate(nbytes)
-            except MemoryError as error:
-                problem = MemoryError(f"workspace: {nbytes} bytes could not be allocated ({error})")
-        if self._arena is None:
-            self._arena = np.empty(0, np.uint8)
+        try:
+            space.reserve(plan, call)
+        except MemoryError as error:
+            problem = error
         with self._guard(MemoryError):
             self._ring.settle({}, None, problem)
 
-    def workspace_bytes(self, q, k, v, dtype, *, backward=True) -> int:
+    def workspace_bytes(self, q, k, v, dtype, *, backward=True, gpu=None) -> int:
         """Tell the bytes that this rank will hold as workspace for calls of these shapes; collective.
 
         Parameters
@@ -516,50 +618,76 @@ class BurstAttention:
         q, k, v : this rank's shapes, as tuples
         dtype : of the three
         backward : whether ``backward`` will be called too
+        gpu : whether the arrays will be on a GPU, the current device; None: where backend="cuda"
 
         Returns
         -------
         Exactly what the first such call allocates and later ones reuse.  Results (out, lse, dq, dk, dv) are not
-        among it: they are the caller's, new ones or given buffers.
+        among it: they are the caller's, new ones or given buffers.  On a GPU these are bytes of the device, and
+        ``pinned_bytes`` tells those of the host beside them.
         """
         self._start("workspace_bytes")
 
         def look():
             checks.flag("backward", backward)
+            there = self._asked == "cuda" if gpu is None else checks.flag("gpu", gpu)
             checks.shapes(q, k, v)
-            return self._dims(q, k, v, checks.element_type("dtype", dtype)), (q[1], k[1])
+            dims = self._dims(q, k, v, checks.element_type("dtype", dtype), there)
+            return dims, (q[1], k[1]), self._serving(kinds.current_device() if there else None, "gpu")
 
         plan, _ = self._meet({"call": "workspace_bytes", "backward": backward}, look)
         nbytes = max(plan.nbytes("forward"), plan.nbytes("backward") if backward else 0)
-        return nbytes + (self._backend.slack if nbytes else 0)
+        return nbytes + (plan.backend.slack if nbytes else 0)
 
     def _cargo(self, plan, travels, room, mine) -> Cargo:
         """Pack this rank's own parcel, where it travels."""
+        carrier = self._ring.transport
+        here = carrier.lane(room["here"])
         if plan.ways[travels].last[self._ring.rank]:
             parcel = plan.open(room["here"], travels, self._ring.rank)
             for target, source in zip(parcel, mine):
-                self._ring.complete(self._backend.copy(target, source))
-        return Cargo(room["here"], room["there"], plan.parcel_bytes[travels])
+                self._ring.complete(plan.backend.copy(target, source))
+            carrier.computed(writes=[here])
+        return Cargo(here, carrier.lane(room["there"]), plan.parcel_bytes[travels])
 
     def _partials(self, plan, travels, room) -> Partials:
-        ring, backend = self._ring, self._backend
+        ring, backend, lane = self._ring, plan.backend, self._ring.transport.lane
 
         def each(verb, *buffers, traveller):
             for arrays in zip(*(plan.open_partial(b, travels, traveller) for b in buffers)):
                 ring.complete(verb(*arrays))
 
         return Partials(
-            room["fresh"], room["sent"], room["arriving"], room["home"], plan.partial_bytes[travels],
+            lane(room["fresh"]), lane(room["sent"]), lane(room["arriving"]), lane(room["home"]),
+            plan.partial_bytes[travels],
             clear=lambda buffer, traveller: each(backend.clear, buffer, traveller=traveller),
             add=lambda target, source, traveller: each(backend.add, target, source, traveller=traveller),
         )  # fmt: skip
 
-    def _count(self, call, travels, plan, tally) -> None:
-        ring = self._ring
+    def _count(self, call, travels, plan, tally, space) -> None:
+        ring, counted = self._ring, not hasattr(plan.backend, "gpu")
         self.stats = Stats(
-            call, travels, self._backend.name, ring.bytes_sent, ring.messages, ring.compute_seconds, ring.wait_seconds,
-            tally.tiles, plan.all_tiles[travels] - tally.tiles,
+            call, travels, plan.backend.name, ring.bytes_sent, ring.messages, ring.compute_seconds, ring.wait_seconds,
+            tally.tiles, plan.all_tiles[travels] - tally.tiles if counted else 0, space.transport.name, space.why,
         )  # fmt: skip
+
+
+def _adopt(arrays, results) -> int | None:
+    """Take arrays of GPUs as CuPy's, in place; tell their device."""
+    everything = {**arrays, **results}
+    device = kinds.adopt_all(everything)
+    for some in (arrays, results):
+        some |= {name: everything[name] for name in some}
+    return device
+
+
+def _agreed_support(told) -> tuple[bool, str]:
+    """Whether the MPI of every rank takes device pointers, and why (not)."""
+    for rank, (aware, why) in enumerate(told):
+        if not aware:
+            everywhere = not any(aware for aware, _ in told)
+            return False, f"MPI is not CUDA-aware{'' if everywhere else f' on rank {rank}'}: {why}"
+    return True, f"MPI is CUDA-aware: {told[0][1]}"
 
 
 class _Guard:

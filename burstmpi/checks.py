@@ -12,6 +12,8 @@ import numbers
 import ml_dtypes
 import numpy as np
 
+from .arrays import on_gpu, shares_memory
+
 __all__ = ["LAYOUTS", "WAYS", "accumulator"]
 
 LAYOUTS = ("contiguous", "zigzag", "striped")
@@ -181,8 +183,8 @@ def element_type(name, value) -> np.dtype:
 
 
 def plain_array(name, value) -> None:
-    """A NumPy array, and none with a mask of its own."""
-    if not isinstance(value, np.ndarray):
+    """A NumPy array, and none with a mask of its own; or an array on a GPU."""
+    if not isinstance(value, np.ndarray) and not on_gpu(value):
         raise TypeError(f"{name}: must be a NumPy array, got {type(value).__name__}")
     if isinstance(value, np.ma.MaskedArray):
         raise TypeError(f"{name}: is a masked array, whose mask would be ignored; masks are options of BurstAttention")
@@ -199,6 +201,21 @@ def array(name, value, shape=None, dtype=None, ndim=4):
     if shape is not None and value.shape != tuple(shape):
         raise ValueError(f"{name}: shape must be {tuple(shape)}, got {value.shape}")
     return value
+
+
+def head_dim_on_gpu(name, value) -> None:
+    """What the CUDA kernels have: whole 16-byte loads of the narrowest type, and tiles that fit."""
+    if value % 8 or value > 256:
+        raise ValueError(f"{name}: head_dim must be a multiple of 8 up to 256 on a GPU, got {value}")
+
+
+def stage_bytes(value, default) -> int:
+    """BURSTMPI_STAGE_BYTES: bytes of a chunk, or the default where it is not set."""
+    if not value:
+        return default
+    if not value.isdigit() or not 0 < int(value) < 2**31:
+        raise ValueError(f"BURSTMPI_STAGE_BYTES: must be a number of bytes below 2**31, got {value!r}")
+    return int(value)
 
 
 def shapes(q, k, v) -> None:
@@ -264,21 +281,13 @@ def heads_of_slopes(alibi_slopes, heads) -> None:
 def result(name, value, shape, dtype, inputs) -> None:
     """A caller's buffer for a result: right shape and type, writable, apart from what is still to be read."""
     array(name, value, shape, dtype, ndim=len(shape))
-    if not value.flags.writeable:
+    if isinstance(value, np.ndarray) and not value.flags.writeable:
         raise ValueError(f"{name}: the buffer is read-only")
     if any(stride == 0 and n > 1 for n, stride in zip(value.shape, value.strides)):
         raise ValueError(f"{name}: the buffer is a broadcast view, its rows overlap")
     for other_name, other in inputs:
-        if overlap(value, other):
+        if shares_memory(value, other):
             raise ValueError(f"{name}: the buffer shares memory with {other_name}")
-
-
-def overlap(a, b) -> bool:
-    """Whether two arrays may share memory; what is too hard to tell counts as yes."""
-    try:
-        return np.shares_memory(a, b, max_work=100_000)
-    except np.exceptions.TooHardError:
-        return True
 
 
 def _short(vector) -> str:

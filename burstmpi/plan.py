@@ -52,9 +52,9 @@ class Plan:
         self.rooms = {call: self._room(call) for call in ("forward", "backward")}  # workspaces, as arrays
 
     def _way(self, guests, ring) -> schedule.Way:
-        offsets = schedule.offsets_of(ring.reduce(schedule.used_offsets(guests, self.rank)))
-        last = ring.reduce(schedule.stops_of(guests, self.rank, offsets))
-        return schedule.Way(offsets, tuple(last.tolist()))
+        offsets = schedule.offsets_of(ring.reduce(schedule.used_offsets(guests, self.rank, ring.order)))
+        last = ring.reduce(schedule.stops_of(guests, self.rank, offsets, ring.order))
+        return schedule.Way(offsets, tuple(last.tolist()), ring.order)
 
     def _cheaper(self) -> str:
         """What sends fewer bytes in backward, all ranks together; the paper's way where both are equal."""
@@ -144,6 +144,20 @@ class Plan:
         """Bytes of workspace of a call."""
         return self.rooms[call].nbytes
 
+    def index_bytes(self, call) -> int:
+        """Bytes of the longest index vectors that are made at once."""
+        fields = self.rooms[call].fields
+        (queries,), (keys,) = fields["at"][1], fields["pos"][1]
+        return 4 * max(3 * queries, keys)
+
+    def lane_bytes(self, call) -> dict:
+        """The largest message of each kind, see ``transport.LANES``."""
+        size = lambda name: self.rooms[call].fields[name][1][0] if name in self.rooms[call].fields else 0  # noqa: E731
+        return {
+            "cargo out": size("here"), "cargo in": size("there"),
+            "partial out": size("fresh"), "partial in": size("arriving"), "home in": size("home"),
+        }  # fmt: skip
+
     def results(self, call) -> dict:
         """Shapes and types of what a call returns."""
         dims = self.dims
@@ -165,14 +179,17 @@ class Plan:
         positions = self.where_q.positions(rank)
         return self.rules.intervals(positions, self.where_q.length, self.where_k.length, *into)
 
-    def intervals(self, rank, room):
+    def intervals(self, rank, room, progress):
         """at, lo, hi of a rank's queries, [rows] int32, in the workspace."""
         rows = self.where_q.rows[rank]
-        return self._intervals(rank, *(room[name][:rows] for name in ("at", "lo", "hi")))
+        targets = [room[name][:rows] for name in ("at", "lo", "hi")]
+        return self.backend.indices(targets, lambda *into: self._intervals(rank, *into), progress)
 
-    def key_positions(self, rank, room):
+    def key_positions(self, rank, room, progress):
         """Global positions of a rank's keys, [rows] int32, in the workspace."""
-        return self.where_k.positions(rank, out=room["pos"][: self.where_k.rows[rank]])
+        target = room["pos"][: self.where_k.rows[rank]]
+        (pos,) = self.backend.indices([target], lambda into: self.where_k.positions(rank, out=into), progress)
+        return pos
 
     @cached_property
     def all_tiles(self) -> dict:

@@ -15,6 +15,7 @@ and tells the others, so that they raise as well.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import pickle
@@ -26,6 +27,7 @@ import numpy as np
 from mpi4py import MPI
 
 from . import checks
+from .transport import Lane, OnHost
 
 __all__ = ["Cargo", "DeadlineError", "Partials", "PeerError", "Ring", "check_launcher"]
 
@@ -54,8 +56,8 @@ class Cargo:
     ``here`` holds this rank's own parcel at the start, where it travels at all.
     """
 
-    here: np.ndarray
-    there: np.ndarray
+    here: Lane
+    there: Lane
     nbytes: list[int]
 
 
@@ -64,13 +66,14 @@ class Partials:
     """Gradients that follow the travellers home; buffers of bytes.
 
     fresh : being computed;  sent : on its way out;  arriving : on its way in;  home : this rank's own, coming back
-    clear, add : called as clear(buffer, traveller) and add(target, source, traveller); done when they return
+    clear, add : called as clear(buffer, traveller) and add(target, source, traveller); done when they return, or in
+        the order of the compute stream
     """
 
-    fresh: np.ndarray
-    sent: np.ndarray
-    arriving: np.ndarray
-    home: np.ndarray
+    fresh: Lane
+    sent: Lane
+    arriving: Lane
+    home: Lane
     nbytes: list[int]
     clear: Callable
     add: Callable
@@ -78,13 +81,32 @@ class Partials:
 
 @dataclass
 class _Pending:
-    """A request and what to say of it when it does not end."""
+    """A request, or a journey of many, and what to say of it when it does not end."""
 
-    request: MPI.Request
+    request: MPI.Request | None
     text: str
     peer: int
     keep: object = None  # memory that must live as long as the request
     receives: bool = False
+    journey: object = None  # transport.Journey
+
+    def done(self) -> bool:
+        return self.request.Test() if self.journey is None else self.journey.advance()
+
+    def cancel(self) -> None:
+        """Take a receive back."""
+        for request in [self.request] if self.journey is None else self.journey.requests:
+            if self.receives and request != MPI.REQUEST_NULL:
+                request.Cancel()
+
+
+def _advance(pending) -> bool:
+    """Give all of them a chance to move on; tell whether all are through."""
+    done = MPI.Request.Testall([p.request for p in pending if p.journey is None])
+    for p in pending:
+        if p.journey is not None:
+            done = p.journey.advance() and done
+    return done
 
 
 class Ring:
@@ -113,6 +135,8 @@ class Ring:
         self._doing = "construction"
         self._active: list[_Pending] = []
         self._heard = time.perf_counter()
+        self.order: tuple[int, ...] | None = None  # ranks in the order of the ring, where it is not 0, 1, 2, ...
+        self.transport = self.on_host = OnHost()  # of the call under way
         self.comm = None
         duplicate, request = comm.Idup()
         self._wait([_Pending(request, "all ranks to make their BurstAttention", -1, duplicate)])
@@ -127,6 +151,7 @@ class Ring:
     def begin(self, doing: str) -> None:
         """Start the figures of a call anew."""
         self._doing = doing
+        self.transport = self.on_host
         self.bytes_sent = self.messages = 0
         self.wait_seconds = self.compute_seconds = 0.0
 
@@ -247,32 +272,35 @@ class Ring:
         visit : called as visit(step, parcel, partial) in each step with ``compute``; may return a Launch
         home_from : the rank from which this rank's own partial comes back, or None
         """
-        kind = self._doing
+        kind, carrier = self._doing, self.transport
         here, there = cargo.here, cargo.there
         outgoing: list[_Pending] = []
         coming_home: list[_Pending] = []
         if home_from is not None:
             nbytes = partials.nbytes[self.rank]
-            coming_home = self._receive(partials.home, nbytes, home_from, HOME, "its own gradients")
-        for step in steps:
+            coming_home = self._take("home in", partials.home, nbytes, home_from, HOME, "its own gradients")
+        for step, after in zip(steps, [*steps[1:], None]):
             self._doing = f"step {step.index} of {kind}"
             moving = []
             if step.receive_from is not None:
-                text = f"the parcel of rank {step.next_guest}"
-                moving += self._receive(there, cargo.nbytes[step.next_guest], step.receive_from, CARGO, text)
+                nbytes, text = cargo.nbytes[step.next_guest], f"the parcel of rank {step.next_guest}"
+                moving += self._take("cargo in", there, nbytes, step.receive_from, CARGO, text)
             if partials is not None and step.partial_from is not None:
                 nbytes, text = partials.nbytes[step.guest], f"gradients of rank {step.guest}"
-                moving += self._receive(partials.arriving, nbytes, step.partial_from, PARTIAL, text)
+                moving += self._take("partial in", partials.arriving, nbytes, step.partial_from, PARTIAL, text)
             if step.send_to is not None:
-                text = f"the parcel of rank {step.guest} to be taken"
-                moving += self._send(here, cargo.nbytes[step.guest], step.send_to, CARGO, text)
+                nbytes, text = cargo.nbytes[step.guest], f"the parcel of rank {step.guest} to be taken"
+                moving += self._give("cargo out", here, nbytes, step.send_to, CARGO, text)
             moving += outgoing
             self._active = moving + coming_home
             started = time.perf_counter()
             if step.compute:
-                self.complete(visit(step, here, partials and partials.fresh))
+                carrier.compute_reads(here)
+                self.complete(visit(step, here.bytes, partials and partials.fresh.bytes))
+                if step.index > 0 and after is not None and after.receive_from is not None:
+                    carrier.computed(reads=[here])  # the next receive comes into it
             elif partials is not None and step.index == 1 and step.partial_to is not None:
-                partials.clear(partials.fresh, step.guest)
+                partials.clear(partials.fresh.bytes, step.guest)
             self.compute_seconds += time.perf_counter() - started
             self._wait(moving)
             if partials is not None and step.partial_to is not None:
@@ -287,15 +315,20 @@ class Ring:
     def _pass_on(self, partials, step):
         """Add this rank's share to the partial that has arrived, and send it on."""
         started = time.perf_counter()
-        if step.partial_from is not None:
-            if step.compute:
-                partials.add(partials.fresh, partials.arriving, step.guest)
-            else:
-                partials.fresh, partials.arriving = partials.arriving, partials.fresh
+        carrier = self.transport
+        if step.partial_from is None:
+            carrier.computed(writes=[partials.fresh])
+        elif step.compute:
+            carrier.compute_reads(partials.arriving)
+            partials.add(partials.fresh.bytes, partials.arriving.bytes, step.guest)
+            carrier.computed(reads=[partials.arriving], writes=[partials.fresh])
+        else:
+            partials.fresh, partials.arriving = partials.arriving, partials.fresh
         self.compute_seconds += time.perf_counter() - started
         tag = HOME if step.partial_to == step.guest else PARTIAL
         text = f"gradients of rank {step.guest} to be taken"
-        outgoing = self._send(partials.fresh, partials.nbytes[step.guest], step.partial_to, tag, text)
+        nbytes = partials.nbytes[step.guest]
+        outgoing = self._give("partial out", partials.fresh, nbytes, step.partial_to, tag, text)
         # What was sent one step ago has been waited for: it is free to be computed into.
         partials.fresh, partials.sent = partials.sent, partials.fresh
         return outgoing
@@ -303,16 +336,40 @@ class Ring:
     def progress(self) -> None:
         """Give MPI a chance to move messages: call it between tiles."""
         if self._active:
-            MPI.Request.Testall([p.request for p in self._active])
+            _advance(self._active)
         now = time.perf_counter()
         if now - self._heard > LISTEN:
             self._listen(now)
 
     def complete(self, launch) -> None:
-        """Let MPI move messages until launched work (None: there is none) is done."""
-        if launch is not None:
+        """Let MPI move messages until launched work (None: there is none) is done, where later work might overtake it."""
+        if launch is not None and not getattr(launch, "in_order", False):
             while not launch.done():
                 self.progress()
+
+    def _give(self, name, lane, nbytes, to, tag, text):
+        """Send the first bytes of a lane, the way that the call's arrays want it."""
+        if self.transport is self.on_host:
+            return self._send(lane.bytes, nbytes, to, tag, text)
+        journey = self.transport.send(name, lane, nbytes, lambda piece: self.comm.Isend([piece, MPI.BYTE], to, tag))
+        self.bytes_sent += nbytes
+        self.messages += journey.messages
+        journey.advance()
+        return [_Pending(None, text, to, journey, journey=journey)]
+
+    def _take(self, name, lane, nbytes, source, tag, text):
+        """Receive the first bytes of a lane."""
+        if self.transport is self.on_host:
+            return self._receive(lane.bytes, nbytes, source, tag, text)
+        post = lambda piece: self.comm.Irecv([piece, MPI.BYTE], source, tag)  # noqa: E731
+        journey = self.transport.receive(name, lane, nbytes, post)
+        journey.advance()
+        return [_Pending(None, text, source, journey, True, journey)]
+
+    @staticmethod
+    def test(requests) -> bool:
+        """Give MPI progress on some requests; tell whether all are complete."""
+        return MPI.Request.Testall(requests)
 
     def _send(self, buffer, nbytes, to, tag, text):
         self.bytes_sent += nbytes
@@ -328,16 +385,19 @@ class Ring:
 
     def _wait(self, pending) -> None:
         """Complete requests, or raise when the deadline has passed or another rank has stopped."""
-        requests = [p.request for p in pending]
         began = time.perf_counter()
         waited = 0.0
         try:
-            while not MPI.Request.Testall(requests):
+            while not _advance(pending):
                 # Spin, then yield, then sleep: with more ranks than cores the peer needs this core.
                 time.sleep(0 if waited < 5e-3 else 2e-5)
-                waited = time.perf_counter() - began
-                if waited > LISTEN and self.comm is not None:
-                    self._listen(time.perf_counter())
+                now = time.perf_counter()
+                if any(p.journey is not None and p.journey.fenced for p in pending):
+                    self.compute_seconds += now - began  # this rank's own GPU is not ready: nobody else is late
+                    began = now
+                waited = now - began
+                if (waited > LISTEN or now - self._heard > LISTEN) and self.comm is not None:
+                    self._listen(now)
                 if self.deadline is not None and waited > self.deadline:
                     self._overdue(pending, waited)
         except BaseException:
@@ -347,7 +407,7 @@ class Ring:
 
     def _overdue(self, pending, waited) -> None:
         """Call the roll and raise."""
-        late = [p for p in pending if not p.request.Test()]
+        late = [p for p in pending if not p.done()]
         if not late:
             return
         text = f"rank {self.rank} waited {waited:.1f} s (deadline {self.deadline} s) in {self._doing} for "
@@ -412,8 +472,7 @@ class Ring:
             for rank in range(self.size):
                 self._notify(rank, ("deadline" if late else "error", text))
         for pending in self._active:
-            if pending.receives and pending.request != MPI.REQUEST_NULL:
-                pending.request.Cancel()
+            pending.cancel()
         _orphans.extend(self._active)
         self._active = []
 
@@ -448,6 +507,54 @@ def launched_tasks(environ) -> tuple[str, int]:
         if environ.get(name, "").isdigit():
             return name, int(environ[name])
     return "", 1
+
+
+def cuda_support(environ) -> tuple[bool, str]:
+    """Tell whether this MPI takes device pointers, and what says so.
+
+    Raises
+    ------
+    ValueError
+        BURSTMPI_CUDA_AWARE is neither 0 nor 1.
+    """
+    said = environ.get("BURSTMPI_CUDA_AWARE", "")
+    if said:
+        if said not in ("0", "1"):
+            raise ValueError(f"BURSTMPI_CUDA_AWARE: must be 0 or 1, got {said!r}")
+        return said == "1", f"BURSTMPI_CUDA_AWARE={said}"
+    for library in (MPI.__file__, None):
+        try:
+            return bool(ctypes.CDLL(library).MPIX_Query_cuda_support()), "MPIX_Query_cuda_support()"
+        except (OSError, AttributeError):  # not loadable, or no such function
+            pass
+    info = MPI.COMM_WORLD.Get_info()
+    kinds = info.get("mpi_memory_alloc_kinds") or ""
+    info.Free()
+    if "cuda" in kinds:
+        return True, f"mpi_memory_alloc_kinds={kinds}"
+    return False, f"mpi_memory_alloc_kinds={kinds}" if kinds else "this MPI says nothing of CUDA"
+
+
+def node_name(environ) -> str:
+    """The name of this rank's node; BURSTMPI_NODE where containers or tests want another one."""
+    return environ.get("BURSTMPI_NODE") or MPI.Get_processor_name()
+
+
+def local_rank_by_mpi() -> int:
+    """This rank's number among those of COMM_WORLD on the same node; collective."""
+    node = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
+    try:
+        return node.Get_rank()
+    finally:
+        node.Free()
+
+
+def library() -> tuple[str, str]:
+    """The MPI library and its version, and mpi4py's."""
+    import mpi4py
+
+    name, version = MPI.get_vendor()
+    return f"{name} {'.'.join(map(str, version))}", mpi4py.__version__
 
 
 def deadline_of(value):

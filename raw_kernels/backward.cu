@@ -40,14 +40,18 @@ constexpr int K_BLOCKS = K_STEPS / SHARERS, V_BLOCKS = V_STEPS / SHARERS;       
 constexpr int OWN = TILE_Q / SHARERS;                                           /* queries of a warp */
 constexpr int DQ_WARPS = DQ_ROWS * DQ_COLUMNS, DQ_FRAGMENTS = TILE_Q / DQ_ROWS / 16, DQ_BLOCKS = K_STEPS / DQ_COLUMNS;
 constexpr int K_BYTES = 2 * HEAD_DIM, V_BYTES = 2 * HEAD_DIM_V, S_BYTES = 2 * TILE_Q; /* of a row */
-constexpr bool V_STAYS = V_KEPT == V_STEPS;                                     /* all of V in registers */
+/* Without dQ nothing stands in the room of dS: V goes there, and registers are free. */
+constexpr bool V_FOR_DS = !WITH_DQ && SHARERS == 1 && V_BYTES <= S_BYTES;
+constexpr int V_HELD = V_FOR_DS ? 0 : V_KEPT, PINNED = V_FOR_DS ? 116 : PINS, AT_ONCE = V_FOR_DS ? PART : CHUNK;
+constexpr bool V_STAYS = V_HELD == V_STEPS;                                     /* all of V in registers */
 constexpr bool MIDDLE_BARRIER = WITH_DQ || SHARERS > 1 || STAGES == 1;
 
 /* Shared memory. */
 constexpr int Q_ROOM = TILE_Q * K_BYTES, DO_ROOM = TILE_Q * V_BYTES, STAGE = Q_ROOM + DO_ROOM, S_ROOM = TILE_K * S_BYTES;
 constexpr int ROWS_ROOM = TILE_Q * 16;
-constexpr int K_AT = 0, V_AT = K_AT + TILE_K * K_BYTES, STAGE_AT = V_AT + (V_STAYS ? 0 : TILE_K * V_BYTES);
+constexpr int K_AT = 0, STAGE_AT = K_AT + TILE_K * (K_BYTES + (V_KEPT == V_STEPS ? 0 : V_BYTES));
 constexpr int ROWS_AT = STAGE_AT + STAGES * STAGE, DS_AT = ROWS_AT + STAGES * ROWS_ROOM, P_AT = DS_AT + S_ROOM;
+constexpr int V_AT = V_FOR_DS ? DS_AT : K_AT + TILE_K * K_BYTES;
 constexpr int SHARED_BYTES = P_AT + (SHARERS > 1 ? S_ROOM : 0);
 /* V that stays in registers comes through room that is not used yet: the stages, or all, and K comes later. */
 constexpr bool V_BESIDE_K = TILE_K * V_BYTES <= STAGES * STAGE;
@@ -56,7 +60,7 @@ constexpr int V_COMES_AT = !V_STAYS ? V_AT : V_BESIDE_K ? STAGE_AT : 0;
 static_assert(SHARED_BYTES == SHARED && SHARED <= SHARED_LIMIT, "shared memory: the table and the kernel disagree");
 static_assert(!V_STAYS || TILE_K * V_BYTES <= SHARED_BYTES, "V does not fit");
 static_assert(TILE_K == KEY_GROUPS * FRAGMENTS * 16 && (SHARERS == 1 || SHARERS == 2), "keys of a warp");
-static_assert(OWN % CHUNK == 0 && CHUNK % PART == 0 && PART % 16 == 0, "queries of a warp");
+static_assert(OWN % AT_ONCE == 0 && AT_ONCE % PART == 0 && PART % 16 == 0, "queries of a warp");
 static_assert(K_STEPS % SHARERS == 0 && V_STEPS % SHARERS == 0, "columns of a warp");
 static_assert(DQ_WARPS <= WARPS && DQ_FRAGMENTS * DQ_ROWS * 16 == TILE_Q && DQ_BLOCKS * DQ_COLUMNS == K_STEPS, "dQ of a warp");
 static_assert(K_BYTES % 128 == 0 || DQ_COLUMNS <= 2, "swizzled columns of dQ");
@@ -134,7 +138,7 @@ struct Warp {
     Scoring scoring;
 
     float dk[FRAGMENTS][2 * K_BLOCKS][4], dv[FRAGMENTS][2 * V_BLOCKS][4];
-    u32 k_frag[K_KEPT ? K_KEPT : 1][FRAGMENTS][4], v_frag[V_KEPT ? V_KEPT : 1][FRAGMENTS][4];
+    u32 k_frag[K_KEPT ? K_KEPT : 1][FRAGMENTS][4], v_frag[V_HELD ? V_HELD : 1][FRAGMENTS][4];
 
     /* Addresses of this lane; the rest of an address is a constant or the same for the whole warp. */
     u32 k_rows, v_rows;     /* rows lane % 16, chunk lane / 16: A operands, and B operands by ldmatrix.trans */
@@ -165,7 +169,6 @@ struct Warp {
         keys_s = S_BYTES == K_BYTES ? keys_k : opaque_uniform(group * FRAGMENTS * 16 * S_BYTES);
         own_q = SHARERS > 1 ? opaque_uniform(sharer * OWN * K_BYTES) : 0;
         own_do = V_BYTES == K_BYTES ? own_q : SHARERS > 1 ? opaque_uniform(sharer * OWN * V_BYTES) : 0;
-        rows = opaque(shared + ROWS_AT + (lane & 3) * 16 + sharer * OWN * 8);
 #if __CUDA_ARCH__ >= 900
         put = SHARERS == 1 && S_BYTES == K_BYTES ? k_rows
                                                  : opaque(shared + swizzled<S_BYTES>(row, sharer * OWN / 8 + chunk));
@@ -254,7 +257,7 @@ struct Warp {
     __device__ __forceinline__ void v_fragments(u32 (&a)[FRAGMENTS][4], int step)
     {
         UNROLL for (int m = 0; m < FRAGMENTS; m++)
-            if (step < V_KEPT) UNROLL for (int i = 0; i < 4; i++) a[m][i] = v_frag[step < V_KEPT ? step : 0][m][i];
+            if (step < V_HELD) UNROLL for (int i = 0; i < 4; i++) a[m][i] = v_frag[step < V_HELD ? step : 0][m][i];
             else ldmatrix(a[m], along<V_BYTES>(v_rows, 2 * step) + keys_v + V_AT + m * 16 * V_BYTES);
     }
 
@@ -271,43 +274,52 @@ struct Warp {
     }
 
     /* The compiler would make addresses before the loop and keep more of them than there are registers.  Those that are
-     * named here change, as far as it knows, in each trip.  Which ones serve a shape best is tried out: tiles.py. */
+     * named here change, as far as it knows, in each trip.  Which ones serve a shape best is tried out: PINS, tiles.py. */
     __device__ __forceinline__ void pin()
     {
-        if (PINS & 1) asm volatile("" : "+r"(k_rows), "+r"(q_rows));
-        if (PINS & 2) asm volatile("" : "+r"(put));
-        if (PINS & 4) asm volatile("" : "+r"(q_columns), "+r"(do_columns), "+r"(partner));
-        if (PINS & 8) asm volatile("" : "+r"(dq_rows), "+r"(dq_keys));
+        if (PINNED & 1) asm volatile("" : "+r"(k_rows), "+r"(q_rows));
+        if (PINNED & 2) asm volatile("" : "+r"(put));
+        if (PINNED & 4) asm volatile("" : "+r"(q_columns), "+r"(do_columns), "+r"(partner));
+        if (PINNED & 8) asm volatile("" : "+r"(dq_rows), "+r"(dq_keys));
         if (V_BYTES == K_BYTES) v_rows = k_rows, do_rows = q_rows;
+        rows = shared + ROWS_AT + (lane_again() & 3) * 16 + sharer * OWN * 8;
+    }
+
+    /* Likewise it would start loads too early: none passes a fence (16, 32, 64 of PINS). */
+    template <int WHICH> __device__ __forceinline__ void fence()
+    {
+        if (PINNED & WHICH) __syncwarp();
     }
 
     /* pos: of this lane's keys, where CUT or ALiBi. */
     template <bool CUT>
     __device__ __forceinline__ void queries(u32 stage, u32 rows_stage, const char *record, const int (&pos)[FRAGMENTS][2])
     {
-        UNROLL for (int chunk = 0; chunk < OWN / CHUNK; chunk++) {
-            const u32 q_chunk = stage + own_q + (STAGE_AT + chunk * CHUNK * K_BYTES);
-            const u32 do_chunk = stage + own_do + (STAGE_AT + Q_ROOM + chunk * CHUNK * V_BYTES);
+        UNROLL for (int chunk = 0; chunk < OWN / AT_ONCE; chunk++) {
+            const u32 q_chunk = stage + own_q + (STAGE_AT + chunk * AT_ONCE * K_BYTES);
+            const u32 do_chunk = stage + own_do + (STAGE_AT + Q_ROOM + chunk * AT_ONCE * V_BYTES);
 
+            fence<16>();
             /* dPᵀ = V dOᵀ - delta */
-            float dp[FRAGMENTS][CHUNK / 8][4];
+            float dp[FRAGMENTS][AT_ONCE / 8][4];
             UNROLL for (int step = 0; step < V_STEPS; step++) {
                 u32 a[FRAGMENTS][4];
                 v_fragments(a, step);
-                UNROLL for (int n = 0; n < CHUNK / 16; n++) {
+                UNROLL for (int n = 0; n < AT_ONCE / 16; n++) {
                     u32 b[4];
                     ldmatrix(b, along<V_BYTES>(do_rows, 2 * step) + do_chunk + n * 16 * V_BYTES);
                     UNROLL for (int e = 0; e < 2; e++) {
                         float minus_delta[4] = {0, 0, 0, 0};
-                        if (step == 0) shared_float4(minus_delta, rows + rows_stage + DELTA + (chunk * CHUNK + n * 16 + e * 8) * 8);
+                        if (step == 0) shared_float4(minus_delta, rows + rows_stage + DELTA + (chunk * AT_ONCE + n * 16 + e * 8) * 8);
                         UNROLL for (int m = 0; m < FRAGMENTS; m++)
                             mma(dp[m][2 * n + e], a[m], b[2 * e], b[2 * e + 1], step ? dp[m][2 * n + e] : minus_delta);
                     }
                 }
             }
 
-            UNROLL for (int part = 0; part < CHUNK / PART; part++) {
-                const int first = chunk * CHUNK + part * PART; /* of the warp's queries */
+            UNROLL for (int part = 0; part < AT_ONCE / PART; part++) {
+                const int first = chunk * AT_ONCE + part * PART; /* of the warp's queries */
+                fence<32>();
                 /* Sᵀ = K Qᵀ */
                 float s[FRAGMENTS][PART / 8][4];
                 UNROLL for (int step = 0; step < K_STEPS; step++) {
@@ -357,6 +369,7 @@ struct Warp {
                         if (WITH_DQ || SHARERS > 1) store_fragment(to, DS_AT + m * 16 * S_BYTES, ds_frag[n][m]);
                     }
                 }
+                fence<64>();
                 /* dV += Pᵀ dO */
                 UNROLL for (int n = 0; n < PART / 16; n++)
                     add_products<V_BLOCKS, V_BYTES>(dv, p_frag[n], do_columns,
@@ -391,14 +404,14 @@ struct Warp {
     __device__ __forceinline__ void add_dq(float *sums)
     {
         sums += warp * (SUMS / DQ_WARPS) + lane * (WIDE_RED ? 4 : 1);
-        constexpr int AT_ONCE = DQ_BLOCKS > DQ_PART ? DQ_PART : DQ_BLOCKS;
-        UNROLL for (int start = 0; start < DQ_BLOCKS; start += AT_ONCE) {
-            float dq[DQ_FRAGMENTS][2 * AT_ONCE][4];
+        constexpr int TAKEN = DQ_BLOCKS > DQ_PART ? DQ_PART : DQ_BLOCKS; /* blocks at once */
+        UNROLL for (int start = 0; start < DQ_BLOCKS; start += TAKEN) {
+            float dq[DQ_FRAGMENTS][2 * TAKEN][4];
             UNROLL for (int step = 0; step < TILE_K / 16; step++) {
                 u32 a[DQ_FRAGMENTS][4];
                 UNROLL for (int m = 0; m < DQ_FRAGMENTS; m++)
                     ldmatrix_trans(a[m], along<S_BYTES>(dq_rows, 2 * m) + DS_AT + step * 16 * S_BYTES);
-                UNROLL for (int n = 0; n < AT_ONCE; n++) {
+                UNROLL for (int n = 0; n < TAKEN; n++) {
                     u32 b[4];
                     ldmatrix_trans(b, along<K_BYTES>(dq_keys, 2 * DQ_COLUMNS * (start + n)) + K_AT + step * 16 * K_BYTES);
                     UNROLL for (int m = 0; m < DQ_FRAGMENTS; m++)
@@ -409,7 +422,7 @@ struct Warp {
                 }
             }
             UNROLL for (int m = 0; m < DQ_FRAGMENTS; m++)
-                UNROLL for (int n = 0; n < 2 * AT_ONCE; n++) {
+                UNROLL for (int n = 0; n < 2 * TAKEN; n++) {
                     float(&f)[4] = dq[m][n];
                     float *const to = sums + (m * 2 * DQ_BLOCKS + 2 * start + n) * 128;
 #if __CUDA_ARCH__ >= 900
@@ -480,10 +493,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) backward(const _
         w.keys<Warp::CarryV>(block.v, V_COMES_AT, block.dim_v);
         if (!V_STAYS || V_BESIDE_K) w.keys<Warp::CarryK>(block.k, K_AT, block.d);
         copies_commit();
-        if (V_KEPT || K_KEPT) {
+        if (V_HELD || K_KEPT) {
             copies_wait<0>();
             __syncthreads();
-            UNROLL for (int step = 0; step < V_KEPT; step++)
+            UNROLL for (int step = 0; step < V_HELD; step++)
                 UNROLL for (int m = 0; m < FRAGMENTS; m++)
                     ldmatrix(w.v_frag[step][m], along<V_BYTES>(w.v_rows, 2 * step) + w.keys_v + V_COMES_AT + m * 16 * V_BYTES);
             if (V_STAYS) __syncthreads();

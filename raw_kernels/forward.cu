@@ -3,7 +3,7 @@
  *     (out, lse) <- (out, lse) (+) attend(q, k, v)              the recurrence of BurstAttention's local half
  *
  *             shared memory                          a warp: 32 rows of Q (16 for wide heads)
- *     K stage 0 | K stage 1   --ldmatrix-->          S = Q K'                  [32, TILE_K]   registers, CHUNK keys at a time
+ *     K stage 0 | K stage 1   --ldmatrix-->          S = Q K'                  [32, TILE_K]   registers, a chunk of keys at a time
  *     V stage 0 | V stage 1                          P = 2^(S c - m)           [32, TILE_K]   packed to TYPE in registers
  *        ^  cp.async, one tile ahead  --ldmatrix.t-> O = O + P V               [32, HEAD_DIM_V]  registers, float32
  *     Q in the order of fragments, or not at all where registers hold it; positions, intervals, a desk a warp
@@ -31,15 +31,34 @@
 /* Bytes of rows that the main loop's 32-bit steps can hold. */
 constexpr i64 NEAR = 1 << 24;
 
-/* K (and V, where it has two stages) of a tile, and its positions, into a stage: any tile, cut or not whole. */
+/* A tile of K, or of V, into shared memory: any tile, whole or not. */
+template <int DIM> DEVICE void ask_rows(u32 to, const char *rows, i64 distance, int tile, int whole, int count, int columns)
+{
+    const int first = tile * TILE_K;
+    const u32 thread = thread_index();
+    if (agreed(tile < whole))
+        copy_tile<DIM>(to + Share<DIM>::target(thread), share_of<DIM>(rows, (int)distance, first, thread), (int)distance * Share<DIM>::PASS, columns);
+    else
+        copy_rows<DIM, TILE_K>(to, rows, distance, first, count, columns);
+}
+
+DEVICE void ask_keys(u32 smem, const Block &block, const Desk &desk, int tile, int stage)
+{
+    ask_rows<HEAD_DIM>(smem + K_SMEM + stage * K_BYTES, desk.k, block.k.row, tile, desk.whole, block.rows_k, block.d);
+}
+
+DEVICE void ask_values(u32 smem, const Block &block, const Desk &desk, int tile, int stage)
+{
+    ask_rows<HEAD_DIM_V>(smem + V_SMEM + stage * V_BYTES, desk.v, block.v.row, tile, desk.whole, block.rows_k, block.dim_v);
+}
+
+/* K of a tile (and V, where it has two stages), and positions, into a stage. */
 DEVICE void ask(u32 smem, const Block &block, const Desk &desk, Next next, int stage)
 {
     if (agreed(next.tile < 0)) return;
-    const int batch = desk.item.batch, kv_head = desk.item.head / (block.heads / block.kv_heads), row = next.tile * TILE_K;
-    copy_rows<HEAD_DIM, TILE_K>(smem + K_SMEM + stage * K_BYTES, block.k, batch, kv_head, row, block.rows_k, block.d);
-    if (V_STAGES == 2)
-        copy_rows<HEAD_DIM_V, TILE_K>(smem + V_SMEM + stage * V_BYTES, block.v, batch, kv_head, row, block.rows_k, block.dim_v);
-    if (BENT || agreed(next.cut)) copy_positions(smem + POSITIONS_SMEM + stage * (TILE_K * 4), block, next.tile);
+    ask_keys(smem, block, desk, next.tile, stage);
+    if (V_STAGES == 2) ask_values(smem, block, desk, next.tile, stage);
+    if (BENT || agreed(next.kind)) copy_positions(smem + POSITIONS_SMEM + stage * (TILE_K * 4), block, next.tile);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) forward(const __grid_constant__ Block block)
@@ -54,9 +73,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const __grid_const
         const Item item = work_item(block, blockIdx.x, block.heads, block.tiles_q, block.splits);
         if (lane == 0) {
             desk.item = item;
+            const int kv_head = item.head / (block.heads / block.kv_heads);
+            desk.k = at_row(block.k, item.batch, 0, kv_head), desk.v = at_row(block.v, item.batch, 0, kv_head);
             desk.begin = (i64)block.tiles_k * item.split / block.splits;
             desk.window = (i64)block.tiles_k * (item.split + 1) / block.splits;
             desk.cut = desk.full = 0;
+            desk.whole = block.k.row < NEAR && block.v.row < NEAR ? block.rows_k / TILE_K : 0;
         }
         __syncwarp();
         load_queries(state, smem, block, item, warp, lane);
@@ -83,19 +105,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const __grid_const
     at.q = opaque(smem + Q_SMEM + warp * (SLABS * STEPS_D * 512) + lane * 16);
     const u32 to_k = opaque(smem + K_SMEM + Share<HEAD_DIM>::target(threadIdx.x));
     const u32 to_v = opaque(smem + V_SMEM + Share<HEAD_DIM_V>::target(threadIdx.x));
-    bool started = !fresh; /* rows have a reference */
+    bool started = !fresh; /* most rows have a reference */
+    bool seen = false;     /* all rows of this warp have one */
 
     NO_UNROLL while (agreed(now.tile >= 0)) {
 #if !BENT
-        if (agreed(!now.cut && stage == 0 && started && block.k.row < NEAR && block.v.row < NEAR)) {
+        if (agreed(!now.kind) && agreed(stage == 0 && started && desk.whole)) {
             /* ---------------- the main loop: full tiles that another one follows, two a trip.  `now` is on its way into stage 0 */
             const int step_k = opaque((int)block.k.row * Share<HEAD_DIM>::PASS);
             const int step_v = opaque((int)block.v.row * Share<HEAD_DIM_V>::PASS);
             /* This thread's part of the tile to be asked for next: the one below.  V with one stage: of the tile at hand. */
-            const int thread = thread_index(), kv_head = desk.item.head / (block.heads / block.kv_heads), row = now.tile * TILE_K;
-            const char *from_k = at_row(block.k, desk.item.batch, row - TILE_K + Share<HEAD_DIM>::row(thread), kv_head);
-            const char *from_v = at_row(block.v, desk.item.batch, row - (V_STAGES - 1) * TILE_K + Share<HEAD_DIM_V>::row(thread), kv_head);
-            from_k += Share<HEAD_DIM>::piece(thread) * 16, from_v += Share<HEAD_DIM_V>::piece(thread) * 16;
+            const int row = now.tile * TILE_K;
+            const char *from_k = share_of<HEAD_DIM>(desk.k, (int)block.k.row, row - TILE_K, thread_index());
+            const char *from_v = share_of<HEAD_DIM_V>(desk.v, (int)block.v.row, row - (V_STAGES - 1) * TILE_K, thread_index());
             int ahead = run_below(desk, now.tile); /* tiles of the run that are not asked for yet */
             /* wait for the tile in `stage`, and ask for the next one */
             auto turn = [&](int stage) {
@@ -124,42 +146,36 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const __grid_const
                 if (!take_tile<false>(state, at, K_BYTES, OTHER_V, c, none)) take_classic(state, at, K_BYTES, OTHER_V, c, none, Bend{});
                 stage = 0;
             }
-            now = {desk.lowest, false}; /* the last one goes the general way */
+            now = {desk.lowest, FULL}; /* the last one goes the general way */
         }
 #endif
         /* ---------------- any tile: cut, not whole, the first one */
         copies_wait<0>();
         __syncthreads();
         if (V_STAGES == 1) {
-            const int kv_head = desk.item.head / (block.heads / block.kv_heads);
-            copy_rows<HEAD_DIM_V, TILE_K>(smem + V_SMEM, block.v, desk.item.batch, kv_head, now.tile * TILE_K, block.rows_k, block.dim_v);
+            ask_values(smem, block, desk, now.tile, 0);
             copies_commit();
         }
         const Next next = next_tile(block, desk);
         ask(smem, block, desk, next, 1 - stage);
         copies_commit();
         const int offset_k = stage * K_BYTES, offset_v = V_STAGES == 2 ? stage * V_BYTES : 0;
-        Mask mask = {smem + POSITIONS_SMEM + stage * (TILE_K * 4) + lane % 4 * 8, smem + ROWS_SMEM + (warp * WARP_ROWS + lane / 4) * 8, false, false};
-        bool hidden = false;
-        if (agreed(now.cut)) {
-            const int2 extent = block.extent[now.tile];
-            const int4 reach = desk.reach;
-            hidden = agreed(!tile_visible(reach, extent));
-            mask.low = agreed(extent.x < reach.z);
-            mask.high = agreed(extent.y >= reach.w || (now.tile + 1) * TILE_K > block.rows_k);
-        }
+        const Mask mask = {smem + POSITIONS_SMEM + stage * (TILE_K * 4) + lane % 4 * 8, smem + ROWS_SMEM + (warp * WARP_ROWS + lane / 4) * 8,
+                           agreed(now.kind & LOW), agreed(now.kind & HIGH)};
         await_values(); /* by all warps at one place, whatever each does then */
-        if (!hidden) {
+        if (agreed(!(now.kind & HIDDEN))) {
 #if BENT
             const int row = desk.item.tile * TILE_Q + warp * WARP_ROWS + lane / 4;
             const Bend bend = {(float)block.scale, (float)block.softcap, BURST_ALIBI ? block.slopes[desk.item.head] : 0.f, block.at + row, block.rows_q - row};
             take_classic(state, at, offset_k, offset_v, c, mask, bend);
 #else
-            bool unseen = false; /* a row of this warp has no reference */
-            UNROLL for (int slab = 0; slab < SLABS; slab++)
-                unseen |= fmaxf(state.minus_m[slab][0], state.minus_m[slab][1]) == INFINITE;
-            unseen = agreed(unseen);
-            if (unseen || !take_tile<true>(state, at, offset_k, offset_v, c, mask))
+            if (agreed(!seen)) {
+                float most = state.minus_m[0][0];
+                UNROLL for (int slab = 0; slab < SLABS; slab++)
+                    most = fmaxf(most, fmaxf(state.minus_m[slab][0], state.minus_m[slab][1]));
+                seen = !__any_sync(~0u, most == INFINITE);
+            }
+            if (agreed(!seen) || !take_tile<true>(state, at, offset_k, offset_v, c, mask))
                 take_classic(state, at, offset_k, offset_v, c, mask, Bend{});
 #endif
         }

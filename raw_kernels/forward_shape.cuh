@@ -2,7 +2,7 @@
  *
  *   TILE_Q, TILE_K       rows of a tile of queries, of keys           WARPS   of a block, TILE_Q / WARPS rows each (16 or 32)
  *   HEAD_DIM, HEAD_DIM_V columns of Q and K, of V                     V_STAGES tiles of V that shared memory holds (K: 2)
- *   Q_IN_REGISTERS       1: Q's fragments stay in registers           CHUNK   keys whose scores are made at a time
+ *   Q_IN_REGISTERS       1: Q's fragments stay in registers           FULL_CHUNK, CUT_CHUNK  keys whose scores are made at a time
  *   PADDED               1: d or dim_v is less than HEAD_DIM(_V)
  */
 #ifndef BURST_FORWARD_SHAPE_CUH
@@ -23,7 +23,7 @@ constexpr int STEPS_V = HEAD_DIM_V / 16;    /* pairs of n8 tiles of O */
 constexpr int STEPS_K = TILE_K / 16;        /* k16 steps of O += P V */
 
 static_assert(TILE_Q == WARPS * SLABS * 16 && (SLABS == 1 || SLABS == 2), "a warp has 16 or 32 rows");
-static_assert(TILE_K % CHUNK == 0 && CHUNK % 16 == 0, "chunks of 16 keys");
+static_assert(TILE_K % FULL_CHUNK == 0 && FULL_CHUNK % 16 == 0 && TILE_K % CUT_CHUNK == 0 && CUT_CHUNK % 16 == 0, "chunks of 16 keys");
 
 /* Rows of 16-bit numbers in shared memory: pages of 64 columns (128 bytes a row), or of 32 where DIM is no multiple of
  * 64.  The 16-byte pieces of a row are swapped by an XOR with its number, so that 8 rows at one column (a phase of
@@ -46,6 +46,7 @@ typedef Pages<HEAD_DIM_V> PagesV;
 
 /* ---------------------------------------------------------------- shared memory, in bytes from its start */
 
+constexpr int DESK_BYTES = 96;
 constexpr int K_BYTES = TILE_K * HEAD_DIM * 2, V_BYTES = TILE_K * HEAD_DIM_V * 2, Q_BYTES = TILE_Q * HEAD_DIM * 2;
 constexpr int K_SMEM = 0;                                      /* [2 stages][pages][TILE_K][columns] */
 constexpr int V_SMEM = K_SMEM + 2 * K_BYTES;                   /* [V_STAGES][pages][TILE_K][columns] */
@@ -55,52 +56,73 @@ constexpr int Q_SMEM = Q_IN_REGISTERS ? 0 : TILES_END;
 constexpr int POSITIONS_SMEM = Q_IN_REGISTERS ? (Q_BYTES > TILES_END ? Q_BYTES : TILES_END) : TILES_END + Q_BYTES; /* [2 stages][TILE_K] int */
 constexpr int ROWS_SMEM = POSITIONS_SMEM + 2 * TILE_K * 4;     /* [TILE_Q] int2 {lo, hi} */
 constexpr int DESK_SMEM = ROWS_SMEM + TILE_Q * 8;              /* [WARPS] Desk */
-constexpr int SHARED_BYTES = DESK_SMEM + WARPS * 64;
+constexpr int SHARED_BYTES = DESK_SMEM + WARPS * DESK_BYTES;
 
 static_assert(SHARED_BYTES == SHARED, "tiles.py and the kernel disagree on shared memory");
 static_assert(SHARED <= SHARED_LIMIT, "the tile does not fit into shared memory");
 
 /* What a warp must know now and then, but should not keep in registers through the main loop. */
 struct Desk {
-    int4 reach;      /* of the warp's own rows, as in sight.cuh */
-    Item item;       /* what the block works on */
-    int begin;       /* first tile of keys of this split */
-    int window;      /* tiles from here on have been looked at ... */
-    u32 cut, full;   /* ... and these are still to be done: bit i is tile window + i */
-    int lowest;      /* tile of the run of full tiles that the main loop is in */
+    int4 reach;        /* of the warp's own rows, as in sight.cuh */
+    Item item;         /* what the block works on */
+    const char *k, *v; /* row 0 of the head of K and of V that it reads */
+    int begin;         /* first tile of keys of this split */
+    int whole;         /* tiles below this one are whole; 0 where rows lie too far apart for 32 bits */
+    int window;        /* tiles from here on have been looked at ... */
+    u32 cut, full;     /* ... and these are still to be done: bit i is tile window + i */
+    u32 hidden;        /* of the cut ones: this warp sees nothing of it */
+    u32 low, high;     /* some pair of this warp has pos < lo; pos >= hi */
+    int lowest;        /* tile of the run of full tiles that the main loop is in */
 };
-static_assert(sizeof(Desk) <= 64, "64 bytes a desk");
+static_assert(sizeof(Desk) <= DESK_BYTES, "tiles.py knows it");
 
 /* ---------------------------------------------------------------- walking the tiles of keys, from the last to the first */
 
+enum { FULL = 0, CUT = 1, HIDDEN = 2, LOW = 4, HIGH = 8 }; /* CUT: some pair may be hidden from some warp, or the tile is not whole */
+
 struct Next {
     int tile; /* -1: no more */
-    bool cut; /* some pair may be hidden, or the tile is not whole */
+    int kind; /* FULL, or CUT and what this warp must know of it, as on the desk */
 };
 
-/* Take a tile: of the 32 looked at, the cut ones first.  The whole warp calls it; all warps find the same. */
+/* Look at 32 tiles further down.  The whole warp calls it; all warps find the same, but for what their own rows see. */
+DEVICE void look_down(const Block &block, Desk &desk)
+{
+    const int lane = threadIdx.x % 32, end = desk.window, window = max(desk.begin, end - 32), tile = window + lane;
+    const int4 reach = desk.reach;
+    const Look look = look_at_keys(block, block.reach[desk.item.tile], window, end);
+    const int2 extent = tile < end ? block.extent[tile] : int2{0, 0};
+    const u32 hidden = __ballot_sync(~0u, !tile_visible(reach, extent));
+    const u32 low = __ballot_sync(~0u, extent.x < reach.z);
+    const u32 high = __ballot_sync(~0u, extent.y >= reach.w || (tile + 1) * TILE_K > block.rows_k);
+    if (lane == 0) {
+        desk.window = window, desk.cut = look.cut, desk.full = look.full;
+        desk.hidden = hidden, desk.low = low, desk.high = high;
+    }
+    __syncwarp();
+}
+
+/* Take a tile: of the 32 looked at, the cut ones first. */
 DEVICE Next next_tile(const Block &block, Desk &desk)
 {
-    u32 cut = desk.cut, full = desk.full;
-    int window = desk.window;
-    const int begin = desk.begin;
-    __syncwarp();
-    NO_UNROLL while (agreed(!(cut | full))) {
-        if (agreed(window <= begin)) return {-1, false};
-        const int end = window;
-        window = max(begin, window - 32);
-        const Look look = look_at_keys(block, block.reach[desk.item.tile], window, end);
-        cut = look.cut, full = look.full;
+    NO_UNROLL while (agreed(!(desk.cut | desk.full))) {
+        if (agreed(desk.window <= desk.begin)) return {-1, FULL};
+        __syncwarp();
+        look_down(block, desk);
     }
-    const bool is_cut = cut != 0;
-    const int bit = 31 - __clz(is_cut ? cut : full);
-    if ((threadIdx.x & 31) == 0) {
-        desk.window = window;
-        desk.cut = is_cut ? cut ^ (1u << bit) : cut;
-        desk.full = is_cut ? full : full ^ (1u << bit);
+    const u32 cut = desk.cut, full = desk.full;
+    const int bit = 31 - __clz(cut ? cut : full);
+    const u32 one = 1u << bit;
+    Next next = {desk.window + bit, FULL};
+    if (agreed(cut))
+        next.kind = CUT | (desk.hidden & one ? HIDDEN : 0) | (desk.low & one ? LOW : 0) | (desk.high & one ? HIGH : 0);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) {
+        if (next.kind) desk.cut = cut ^ one;
+        else desk.full = full ^ one;
     }
     __syncwarp();
-    return {window + bit, is_cut};
+    return next;
 }
 
 /* Take the full tiles that lie directly below a full one, and tell how many they are. */
@@ -125,10 +147,10 @@ DEVICE bool run_goes_on(const Block &block, Desk &desk, int &ahead)
     const int lowest = desk.lowest;
     const Next next = next_tile(block, desk);
     if (agreed(next.tile < 0)) return false;
-    if (agreed(next.cut || next.tile != lowest - 1)) { /* put it back */
+    if (agreed(next.kind || next.tile != lowest - 1)) { /* put it back */
         if (threadIdx.x % 32 == 0) {
             const u32 bit = 1u << (next.tile - desk.window);
-            if (next.cut) desk.cut |= bit;
+            if (next.kind) desk.cut |= bit;
             else desk.full |= bit;
         }
         __syncwarp();
@@ -145,9 +167,9 @@ template <int DIM> struct Share {
     static constexpr int PASS = THREADS / Pages<DIM>::PIECES; /* rows of a pass: a multiple of 8, so the XOR stays the same */
     static_assert(PASS % 8 == 0, "rows of a pass");
 
-    static DEVICE_MEMBER int row(int thread) { return thread / Pages<DIM>::PIECES; }
-    static DEVICE_MEMBER int piece(int thread) { return thread % Pages<DIM>::PIECES; }
-    static DEVICE_MEMBER u32 target(int thread) { return Pages<DIM>::at(row(thread), piece(thread)); }
+    static DEVICE_MEMBER int row(u32 thread) { return thread / Pages<DIM>::PIECES; }
+    static DEVICE_MEMBER int piece(u32 thread) { return thread % Pages<DIM>::PIECES; }
+    static DEVICE_MEMBER u32 target(u32 thread) { return Pages<DIM>::at(row(thread), piece(thread)); }
 };
 
 /* A whole tile of keys.  from: this thread's piece in its first row; step: bytes of PASS rows. */
@@ -165,20 +187,26 @@ template <int DIM> DEVICE void copy_tile(u32 to, const char *from, int step, int
         }
 }
 
-/* ROWS rows from `first` on of head (batch, head), zeros where there are none, and in columns that are none. */
-template <int DIM, int ROWS>
-DEVICE void copy_rows(u32 to, const Tensor &x, int batch, int head, int first, int rows, int columns)
+/* Where a thread's part of a tile of keys begins, in rows whose distance fits 32 bits. */
+template <int DIM> DEVICE const char *share_of(const char *rows, int distance, int first, u32 thread)
+{
+    return stepped(rows + Share<DIM>::piece(thread) * 16, first + Share<DIM>::row(thread), distance);
+}
+
+/* ROWS rows from `first` on, zeros where there are none, and in columns that are none.  rows: row 0. */
+template <int DIM, int ROWS> DEVICE void copy_rows(u32 to, const char *rows, i64 distance, int first, int count, int columns)
 {
     typedef Pages<DIM> P;
     constexpr int PASS = Share<DIM>::PASS;
-    const int thread = thread_index(), row = Share<DIM>::row(thread), piece = Share<DIM>::piece(thread);
-    const char *from = at_row(x, batch, first + row, head) + piece * 16;
+    const u32 thread = thread_index();
+    const int row = Share<DIM>::row(thread), piece = Share<DIM>::piece(thread);
+    const char *from = rows + (first + row) * distance + piece * 16;
     const u32 target = to + Share<DIM>::target(thread);
     UNROLL for (int i = 0; i < (ROWS + PASS - 1) / PASS; i++)
         UNROLL for (int page = 0; page < P::COUNT; page++) {
-            const bool there = first + row + i * PASS < rows && (!PADDED || (page * P::PIECES + piece) * 8 < columns);
+            const bool there = first + row + i * PASS < count && (!PADDED || (page * P::PIECES + piece) * 8 < columns);
             if (ROWS % PASS == 0 || row + i * PASS < ROWS)
-                copy16_or_zero(target + page * (ROWS * P::ROW) + i * (PASS * P::ROW), from + i * PASS * x.row + page * P::ROW, there);
+                copy16_or_zero(target + page * (ROWS * P::ROW) + i * (PASS * P::ROW), from + i * PASS * distance + page * P::ROW, there);
         }
 }
 

@@ -121,36 +121,37 @@ DEVICE void await_values()
 }
 
 /* -inf where the pair is hidden, on one side of the interval. */
-template <bool HIGH, int KEYS> DEVICE void hide(float (&s_frag)[SLABS][KEYS / 8][4], const Mask &mask, int key)
+template <bool ABOVE, int KEYS> DEVICE void hide(float (&s_frag)[SLABS][KEYS / 8][4], const Mask &mask, int key)
 {
     int bound[SLABS][2];
     UNROLL for (int slab = 0; slab < SLABS; slab++)
-        UNROLL for (int h = 0; h < 2; h++) bound[slab][h] = shared_int(mask.rows + (16 * slab + 8 * h) * 8 + 4 * HIGH);
+        UNROLL for (int h = 0; h < 2; h++) bound[slab][h] = shared_int(mask.rows + (16 * slab + 8 * h) * 8 + 4 * ABOVE);
     UNROLL for (int n = 0; n < KEYS / 8; n++) {
         const int2 pos = shared_int2(mask.positions + (key + 8 * n) * 4);
         UNROLL for (int slab = 0; slab < SLABS; slab++)
             UNROLL for (int h = 0; h < 2; h++) {
-                if (HIGH ? pos.x >= bound[slab][h] : pos.x < bound[slab][h]) s_frag[slab][n][2 * h] = -INFINITE;
-                if (HIGH ? pos.y >= bound[slab][h] : pos.y < bound[slab][h]) s_frag[slab][n][2 * h + 1] = -INFINITE;
+                if (ABOVE ? pos.x >= bound[slab][h] : pos.x < bound[slab][h]) s_frag[slab][n][2 * h] = -INFINITE;
+                if (ABOVE ? pos.y >= bound[slab][h] : pos.y < bound[slab][h]) s_frag[slab][n][2 * h + 1] = -INFINITE;
             }
     }
 }
 
 /* A tile with weights 2^(s c - m) against the reference that the rows have, c = scale log2(e).
  *
- * offset_k, offset_v: of the stages.  CUT: the mask is looked at, and V is there already.
+ * offset_k, offset_v: of the stages.  MASKED: the mask is looked at, and V is there already.
  * Returns false, with the state as it was, where a sum of weights exceeds GUARD, is infinite or NaN.
  */
-template <bool CUT>
+template <bool MASKED>
 DEVICE bool take_tile(State &state, const Addresses &at, int offset_k, int offset_v, float c, const Mask &mask)
 {
     u32 p_frag[STEPS_K][SLABS][4]; /* A fragments of P V */
     float sum[SLABS][2];           /* of this tile alone: small numbers first */
+    constexpr int CHUNK = MASKED ? CUT_CHUNK : FULL_CHUNK; /* keys whose scores are alive at a time */
     UNROLL for (int key = 0; key < TILE_K; key += CHUNK) {
         float s_frag[SLABS][CHUNK / 8][4];
         products<CHUNK>(s_frag, state, at, offset_k, key / 16);
-        if (CUT && mask.high) hide<true, CHUNK>(s_frag, mask, key);
-        if (CUT && mask.low) hide<false, CHUNK>(s_frag, mask, key);
+        if (MASKED && mask.high) hide<true, CHUNK>(s_frag, mask, key);
+        if (MASKED && mask.low) hide<false, CHUNK>(s_frag, mask, key);
         UNROLL for (int n = 0; n < CHUNK / 8; n++)
             UNROLL for (int slab = 0; slab < SLABS; slab++)
                 UNROLL for (int h = 0; h < 2; h++) {
@@ -162,7 +163,7 @@ DEVICE bool take_tile(State &state, const Addresses &at, int offset_k, int offse
                     p_frag[key / 16 + n / 2][slab][h + 2 * (n & 1)] = pack(x, y);
                 }
     }
-    if (!CUT) await_values();
+    if (!MASKED) await_values();
     float worst = sum[0][0] + sum[0][1]; /* of numbers >= 0: an infinity or a NaN comes through */
     if (SLABS == 2) worst += sum[SLABS - 1][0] + sum[SLABS - 1][1];
     if (__any_sync(~0u, !(worst <= GUARD))) return false;

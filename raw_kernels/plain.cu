@@ -14,41 +14,78 @@
 #define TYPE TO
 #endif
 #include "block.cuh"
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 
 #define THREADS 256
+
+/* 16-bit numbers as they lie in memory; no header of CUDA is needed to read and round them. */
+struct Half {
+    u16 bits;
+};
+struct Bfloat {
+    u16 bits;
+};
+
+DEVICE float wide(Half x)
+{
+    float y;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
+    return y;
+}
+
+DEVICE float wide(Bfloat x) { return __uint_as_float((u32)x.bits << 16); }
 
 template <int T> struct Item;
 template <> struct Item<FLOAT64> { typedef double type; };
 template <> struct Item<FLOAT32> { typedef float type; };
-template <> struct Item<FLOAT16> { typedef __half type; };
-template <> struct Item<BFLOAT16> { typedef __nv_bfloat16 type; };
+template <> struct Item<FLOAT16> { typedef Half type; };
+template <> struct Item<BFLOAT16> { typedef Bfloat type; };
 
+/* One rounding, to nearest even. */
 template <class T> struct Cast;
 template <> struct Cast<double> {
     DEVICE double from(double x) { return x; }
     DEVICE double from(float x) { return x; }
-    DEVICE double from(__half x) { return __half2float(x); }
-    DEVICE double from(__nv_bfloat16 x) { return __bfloat162float(x); }
+    DEVICE double from(Half x) { return wide(x); }
+    DEVICE double from(Bfloat x) { return wide(x); }
 };
 template <> struct Cast<float> {
     DEVICE float from(double x) { return __double2float_rn(x); }
     DEVICE float from(float x) { return x; }
-    DEVICE float from(__half x) { return __half2float(x); }
-    DEVICE float from(__nv_bfloat16 x) { return __bfloat162float(x); }
+    DEVICE float from(Half x) { return wide(x); }
+    DEVICE float from(Bfloat x) { return wide(x); }
 };
-template <> struct Cast<__half> {
-    DEVICE __half from(double x) { return __double2half(x); }
-    DEVICE __half from(float x) { return __float2half_rn(x); }
-    DEVICE __half from(__half x) { return x; }
-    DEVICE __half from(__nv_bfloat16 x) { return __float2half_rn(__bfloat162float(x)); }
+template <> struct Cast<Half> {
+    DEVICE Half from(double x)
+    {
+        Half y;
+        asm("cvt.rn.f16.f64 %0, %1;" : "=h"(y.bits) : "d"(x));
+        return y;
+    }
+    DEVICE Half from(float x)
+    {
+        Half y;
+        asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+        return y;
+    }
+    DEVICE Half from(Half x) { return x; }
+    DEVICE Half from(Bfloat x) { return from(wide(x)); }
 };
-template <> struct Cast<__nv_bfloat16> {
-    DEVICE __nv_bfloat16 from(double x) { return __double2bfloat16(x); }
-    DEVICE __nv_bfloat16 from(float x) { return __float2bfloat16_rn(x); }
-    DEVICE __nv_bfloat16 from(__half x) { return __float2bfloat16_rn(__half2float(x)); }
-    DEVICE __nv_bfloat16 from(__nv_bfloat16 x) { return x; }
+template <> struct Cast<Bfloat> {
+    /* Half of the last place that stays, less one unless it is odd; NaN stays one. */
+    DEVICE Bfloat from(float x)
+    {
+        const u32 bits = __float_as_uint(x);
+        if ((bits & 0x7fffffffu) > 0x7f800000u) return {0x7fff};
+        return {(u16)((bits + 0x7fffu + (bits >> 16 & 1)) >> 16)};
+    }
+    /* By a float that is rounded to odd: it keeps on which side of a tie the number lies. */
+    DEVICE Bfloat from(double x)
+    {
+        const float cut = __double2float_rz(x);
+        return from(__uint_as_float(__float_as_uint(cut) | (u32)((double)cut != x)));
+    }
+    DEVICE Bfloat from(Half x) { return from(wide(x)); }
+    DEVICE Bfloat from(Bfloat x) { return x; }
 };
 
 /* N items that lie side by side, moved by one instruction. */

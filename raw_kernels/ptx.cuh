@@ -139,7 +139,12 @@ DEVICE float log2_fast(float x)
 DEVICE u32 pack(float low, float high)
 {
     u32 r;
-#if TYPE == FLOAT16
+#if __CUDA_ARCH__ < 800
+    asm("{.reg .b16 low, high;\n"
+        "cvt.rn.f16.f32 low, %2;\n"
+        "cvt.rn.f16.f32 high, %1;\n"
+        "mov.b32 %0, {low, high};}" : "=r"(r) : "f"(high), "f"(low));
+#elif TYPE == FLOAT16
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
 #else
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
@@ -150,9 +155,9 @@ DEVICE u32 pack(float low, float high)
 /* ---------------------------------------------------------------- the compiler */
 
 /* threadIdx.x, read again: cold code need not keep what follows from it in registers through a loop. */
-DEVICE int thread_index()
+DEVICE u32 thread_index()
 {
-    int x;
+    u32 x;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
     return x;
 }

@@ -11,16 +11,16 @@ from burstmpi.layout import check_explicit, place
 from burstmpi.rules import Rules, sees
 
 
-def way_of(guests):
+def way_of(guests, order=None):
     """The way of a whole matrix guests[rank, traveller], reduced as the ranks would."""
     size = len(guests)
-    used = np.max([schedule.used_offsets(guests[r], r) for r in range(size)], axis=0)
+    used = np.max([schedule.used_offsets(guests[r], r, order) for r in range(size)], axis=0)
     offsets = schedule.offsets_of(used)
-    last = np.max([schedule.stops_of(guests[r], r, offsets) for r in range(size)], axis=0)
-    return schedule.Way(offsets, tuple(last.tolist()))
+    last = np.max([schedule.stops_of(guests[r], r, offsets, order) for r in range(size)], axis=0)
+    return schedule.Way(offsets, tuple(last.tolist()), order)
 
 
-def run(guests):
+def run(guests, order=None):
     """Play all ranks' steps in lockstep; check every message against its counterpart.
 
     Returns
@@ -28,7 +28,7 @@ def run(guests):
     met : [rank, traveller] how often each was computed;  sent, returned : cargo and partial messages of each traveller
     """
     size = len(guests)
-    way = way_of(guests)
+    way = way_of(guests, order)
     steps = [way.steps(r, guests[r]) for r in range(size)]
     assert len({len(s) for s in steps}) == 1
     here = list(range(size))  # whose parcel is where

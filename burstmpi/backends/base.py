@@ -61,7 +61,13 @@ class Work:
 
 
 class Launch(Protocol):
-    """Work that goes on by itself."""
+    """Work that goes on by itself.
+
+    in_order : whether later verbs come after it anyway, as in a stream of a GPU: then nobody asks, and who hands memory
+        to others sets a mark of its own (``transport``)
+    """
+
+    in_order: bool = False
 
     def done(self) -> bool:
         """Tell, without waiting, whether it has finished; raise what went wrong."""
@@ -73,11 +79,23 @@ class Backend(Protocol):
     name: str
     slack: int  # bytes that ``allocate`` takes beyond those it gives
 
+    def on(self):
+        """A context in which its memory may be made."""
+
+    def call(self):
+        """A context for one call of forward or backward."""
+
     def allocate(self, nbytes: int):
         """Give a one-dimensional buffer of bytes, aligned to buffers.ALIGN; raise MemoryError with the number."""
 
     def view(self, buffer, offset: int, shape, dtype):
         """See a part of such a buffer as an array."""
+
+    def empty(self, shape, dtype):
+        """Give a new array for a result."""
+
+    def indices(self, targets, fill, progress):
+        """Let ``fill(*vectors)`` write index vectors, and have them in ``targets``, [rows] int32 each."""
 
     def scratch_bytes(self, dims: Dims, scores: Scores, rows_q: int, rows_k: int, backward: bool) -> int:
         """Tell how much scratch a block of at most these rows needs."""

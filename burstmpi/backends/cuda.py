@@ -1,7 +1,8 @@
 """Attention on a GPU: the verbs of ``base.Backend`` over the CUDA kernels of raw_kernels, by CuPy.
 
 Kernels are compiled at first use for the device at hand (``modules``), their shapes come from one table (``tiles``).
-All that a verb does is enqueued on the current stream of the device; it returns a ``Launch`` that tells when it is done.
+All that a verb does is enqueued on the current stream of the device, and verbs follow each other in its order; who must
+know when something is done sets a mark there (``gpu.Gpu.mark``).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from ..buffers import Blueprint
 from ..rules import Scores
 from . import tiles
 from .base import Dims, Work
+from .gpu import Enqueued, Gpu, GpuMemory
 from .modules import Modules
 from .plain import PlainVerbs
 
@@ -45,17 +47,7 @@ BLOCK = np.dtype(
 SURVEY_WARPS = 8  # a warp a tile, see survey.cu
 
 
-class Event:
-    """A ``Launch``: done when the event has come."""
-
-    def __init__(self, event):
-        self._event = event
-
-    def done(self) -> bool:
-        return self._event.done
-
-
-class CudaBackend(PlainVerbs):
+class CudaBackend(GpuMemory, PlainVerbs):
     """The verbs of ``base.Backend`` on the current device.
 
     Parameters
@@ -67,30 +59,19 @@ class CudaBackend(PlainVerbs):
     """
 
     name = "cuda"
-    slack = 0
 
     def __init__(self, *, deterministic: bool = False, splits: int | None = None):
         import cupy
 
         self._cupy = cupy
         self.deterministic, self.splits = deterministic, splits
-        device = cupy.cuda.Device()
+        self.gpu = Gpu(cupy)
+        device = self.gpu.device
         self.arch = tiles.architecture(device.compute_capability)
         self.processors = device.attributes["MultiProcessorCount"]
         self.cache_bytes = device.attributes["L2CacheSize"]
         self._modules = Modules(cupy)
         self._kept: dict[tuple, object] = {}
-
-    # ------------------------------------------------------------ memory
-
-    def allocate(self, nbytes: int):
-        """Give bytes of the device, by cudaMalloc itself: memory of a pool breaks CUDA's sharing between processes."""
-        memory = self._cupy.cuda.Memory(nbytes)
-        return self._cupy.ndarray((nbytes,), np.uint8, self._cupy.cuda.MemoryPointer(memory, 0))
-
-    def view(self, buffer, offset: int, shape, dtype):
-        """See a part of such a buffer as an array."""
-        return self._cupy.ndarray(tuple(shape), np.dtype(dtype), buffer.data + offset)
 
     # ------------------------------------------------------------ sizes
 
@@ -300,9 +281,7 @@ class CudaBackend(PlainVerbs):
         launch((blocks,), (kernel.tile.threads,), (block,), shared_mem=kernel.tile.shared)
 
     def _launched(self):
-        event = self._cupy.cuda.Event(disable_timing=True)
-        event.record()
-        return Event(event)
+        return Enqueued(self.gpu)
 
 
 def _ceil(a: int, b: int) -> int:

@@ -33,12 +33,15 @@ BASE_FLAGS = ["-std=gnu11", "-O3", "-fPIC", "-shared", "-ffp-contract=fast", "-f
 _AVX512 = ["-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl", "-mfma", "-mprefer-vector-width=512", "-DBURST_AVX512"]
 _AMX = [*_AVX512, "-mamx-tile", "-mamx-bf16", "-mavx512bf16", "-DBURST_AMX"]
 
+_DOT = [*_AVX512, "-mavx512bf16", "-DBURST_AMX", "-DBURST_DOT"]
+
 _TILES = ("avx512f", "avx512dq", "avx512bw", "avx512vl", "avx2", "fma", "avx512_bf16", "amx_tile", "amx_bf16")
 
 # name: what /proc/cpuinfo must list; the first that a CPU has is taken
 ISAS = {
     "amx": _TILES,  # bfloat16 on AMX
     "amx-split": _TILES,  # and float32 as three bfloat16 pieces: where that wins, see docs/host.md
+    "avx512bf16": ("avx512f", "avx512dq", "avx512bw", "avx512vl", "avx2", "fma", "avx512_bf16"),  # bfloat16 by vdpbf16ps
     "avx512": ("avx512f", "avx512dq", "avx512bw", "avx512vl", "avx2", "fma"),
     "avx2": ("avx2", "fma"),
     "portable": (),
@@ -48,6 +51,7 @@ ISAS = {
 FLAGS = {
     ("amx", "bfloat16"): [*_AMX, "-DBURST_KEYS_FORWARD=256", "-DBURST_KEYS_BACKWARD=128"],
     ("amx", "float32"): [*_AMX, "-DBURST_PIECES=3", "-DBURST_KEYS_FORWARD=192"],
+    ("avx512bf16", "bfloat16"): [*_DOT, "-DBURST_KEYS_FORWARD=192", "-DBURST_KEYS_BACKWARD=96"],
     ("avx512", "float32"): _AVX512,
     ("avx512", "float64"): [*_AVX512, "-DBURST_DOUBLE"],
     ("avx2", "float32"): ["-mavx2", "-mfma", "-DBURST_AVX2"],
@@ -62,20 +66,35 @@ def variant(isa: str, dtype) -> tuple[str, str]:
     name = np.dtype(dtype).name
     if isa in ("amx", "amx-split"):
         isa = "amx" if name == "bfloat16" or (name == "float32" and isa == "amx-split") else "avx512"
+    if isa == "avx512bf16" and name != "bfloat16":
+        isa = "avx512"
     return (isa, name) if (isa, name) in FLAGS else (isa, "float32")
 
 
 @cache
-def cpu_flags() -> frozenset:
-    """Instruction sets that the CPU has and the system saves, from /proc/cpuinfo; none where there is no such file."""
+def _cpuinfo() -> dict:
+    """The first CPU of /proc/cpuinfo; empty where there is no such file."""
+    found = {}
     try:
         with open("/proc/cpuinfo") as file:
             for line in file:
-                if line.startswith("flags"):
-                    return frozenset(line.split(":", 1)[1].split())
+                if not line.strip():
+                    break
+                name, _, value = line.partition(":")
+                found.setdefault(name.strip(), value.strip())
     except OSError:
         pass
-    return frozenset()
+    return found
+
+
+def cpu_flags() -> frozenset:
+    """Instruction sets that the CPU has and the system saves."""
+    return frozenset(_cpuinfo().get("flags", "").split())
+
+
+def cpu_vendor() -> str:
+    """AuthenticAMD, GenuineIntel, ..."""
+    return _cpuinfo().get("vendor_id", "")
 
 
 @cache
@@ -96,8 +115,12 @@ def missing(isa: str) -> list[str]:
 
 
 def available() -> list[str]:
-    """Instruction sets that this CPU runs, the best guess first."""
-    return [isa for isa in ISAS if not missing(isa)]
+    """Instruction sets that this CPU runs, the best guess first.
+
+    vdpbf16ps runs as fast as an FMA on AMD's CPUs and at a quarter of that on Intel's, where it comes last.
+    """
+    slow = [] if cpu_vendor() == "AuthenticAMD" else ["avx512bf16"]
+    return [isa for isa in (*(x for x in ISAS if x not in slow), *slow) if not missing(isa)]
 
 
 def threads_here() -> int:
@@ -164,7 +187,8 @@ class _Library:
         except BuildError as error:
             if "failed\n" not in str(error):
                 raise
-            library = compile.load(name, _sources() / "attend.c", flags)  # a compiler without OpenMP: one thread
+            threads = ["-pthread", "-DBURST_PTHREADS"]  # a compiler without OpenMP
+            library = compile.load(name, _sources() / "attend.c", [*flags, *threads])
         library.burst_abi.restype = ctypes.c_int64
         if library.burst_abi() != ABI * 1000 + ctypes.sizeof(_Block):
             raise BuildError(f"{library._name}: was built for another version of burstmpi; remove it")
@@ -246,7 +270,7 @@ class HostBackend(NumpyBackend):
     def delta(self, dout, out, delta) -> None:
         """delta_i = Σ_c dout_ic out_ic."""
         batch, rows, heads, width = dout.shape
-        block = _Block(batch=batch, rows_q=rows, heads=heads, dim_v=width, type=TYPES[dout.dtype.name])
+        block = _Block(batch=batch, rows_q=rows, heads=heads, dim_v=width, type=TYPES[dout.dtype.name], threads=self.threads)
         block.dout, block.final, block.delta = _array(dout), _array(out), _vector(delta)
         self._of(dout.dtype)[0].delta(block)
 

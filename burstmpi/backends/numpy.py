@@ -12,6 +12,7 @@ stacked, so that grouped heads are one larger product and K and V are never repe
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import cached_property
 from math import prod
 
@@ -47,6 +48,21 @@ class NumpyBackend:
         dtype = np.dtype(dtype)
         size = prod(shape) * dtype.itemsize
         return buffer[offset : offset + size].view(dtype).reshape(shape)
+
+    def on(self):
+        """There is nowhere else to be."""
+        return nullcontext()
+
+    call = on
+
+    def empty(self, shape, dtype) -> np.ndarray:
+        """Give a new array."""
+        return np.empty(shape, dtype)
+
+    def indices(self, targets, fill, progress=None):
+        """Write index vectors where they are wanted."""
+        fill(*targets)
+        return targets
 
     def copy(self, target, source) -> None:
         """target[...] = source, rounded once."""

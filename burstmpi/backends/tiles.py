@@ -111,7 +111,7 @@ class _Forward:
         tiles = 2 * self.keys * (2 * d + self.v_stages * dv)
         queries = 2 * self.queries * d
         held = max(tiles, queries) if self.q_in_registers else tiles + queries
-        return held + 2 * self.keys * 4 + self.queries * 8 + self.warps * 64
+        return held + 2 * self.keys * 4 + self.queries * 8 + self.warps * 96
 
 
 # (the wider of the two padded head dims) -> tile, for each amount of shared memory.  32 rows a warp where registers
@@ -129,7 +129,7 @@ _FORWARD = {
         32: _Forward(128, 64, 4, 2, True, 16, 2),
         64: _Forward(128, 64, 4, 2, True, 16, 2),
         96: _Forward(128, 64, 4, 1, False, 32, 1),
-        128: _Forward(128, 64, 4, 1, False, 64, 1),
+        128: _Forward(128, 64, 4, 1, False, 32, 1),
         192: _Forward(64, 32, 4, 1, False, 32, 1),
         256: _Forward(64, 32, 4, 1, False, 32, 1),
     },
@@ -167,7 +167,8 @@ def forward(arch: str, dtype: str, d: int, dv: int) -> Kernel:
         "WARPS": tile.warps,
         "V_STAGES": shape.v_stages,
         "Q_IN_REGISTERS": int(shape.q_in_registers),
-        "CHUNK": shape.chunk,
+        "FULL_CHUNK": shape.chunk,
+        "CUT_CHUNK": max(shape.chunk, shape.keys if max(padded_d, padded_dv) <= 64 else 16),
         "PADDED": int((d, dv) != (padded_d, padded_dv)),
         "SHARED": tile.shared,
         "SHARED_LIMIT": SHARED_LIMIT[arch],
@@ -201,8 +202,8 @@ class _Gradients:
 _BACKWARD = {
     "80": {
         32: _Gradients(64, 128, 4, 1, 2, 32, 16, 0, 2, 2, 2),
-        64: _Gradients(64, 128, 4, 1, 2, 32, 16, 0, 4, 2, 2, pins=8),
-        96: _Gradients(64, 128, 8, 2, 2, 32, 32, 0, 6, 2),
+        64: _Gradients(64, 128, 4, 1, 2, 32, 16, 0, 4, 2, 2, pins=4),
+        96: _Gradients(64, 128, 8, 2, 2, 32, 32, 0, 6, 2, pins=4),
         128: _Gradients(64, 128, 8, 2, 2, 32, 32, 0, 1, 2),
         192: _Gradients(64, 64, 8, 2, 1, 32, 32, 0, 0, 2),
         256: _Gradients(64, 64, 8, 2, 1, 32, 32, 0, 0, 1, dq_part=2),
@@ -229,15 +230,12 @@ _BACKWARD = {
 _BACKWARD["89"] = _BACKWARD["120"] = _BACKWARD["86"]
 _BACKWARD["90"] = _BACKWARD["100"] = {**_BACKWARD["80"], 256: _Gradients(64, 64, 8, 2, 1, 32, 32, 0, 0, 2, dq_part=2)}
 
-_HALF_TYPES = {"float16": 2, "bfloat16": 3}
-
-
 def _half(arch: str, dtype: str) -> int:
-    if dtype not in _HALF_TYPES:
+    if dtype not in _HALVES:
         raise ValueError(f"dtype: the tensor-core kernels take float16 and bfloat16, got {dtype}")
     if dtype == "bfloat16" and arch == "75":
         raise ValueError("dtype: bfloat16 needs sm_80 or newer, this GPU is sm_75; float16 is possible")
-    return _HALF_TYPES[dtype]
+    return _HALVES[dtype]
 
 
 def backward(arch: str, dtype: str, d: int, dv: int) -> Kernel:

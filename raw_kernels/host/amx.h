@@ -36,6 +36,13 @@ typedef uint16_t bf16;
 #define STEP 32 /* bfloat16 that one tile product contracts over; keys of a block */
 _Static_assert(NR % STEP == 0 && KR == STEP, "panels and blocks are whole tiles");
 
+/* A factor in planes */
+typedef struct { const bf16 *at; int64_t ld, plane; } rows_of;
+typedef struct { const uint32_t *at; int64_t ld, plane; } pairs_of;
+
+#ifdef BURST_DOT
+#include "dot.h"
+#else
 typedef struct {
     uint8_t palette, start, zero[14];
     uint16_t row_bytes[16];
@@ -52,6 +59,7 @@ INLINE void shape_tiles(void)
     }
     _tile_loadconfig(&shapes);
 }
+INLINE void release_tiles(void) { _tile_release(); }
 
 /* C0..C3 are tiles 0..3: two tiles of rows by two of columns; A is 4, 5 and B is 6, 7. */
 #define LOAD_C(c, ld)                                        \
@@ -81,10 +89,6 @@ INLINE void shape_tiles(void)
     _tile_dpbf16ps(2, 5, 6);                                 \
     _tile_dpbf16ps(3, 5, 7)
 
-/* A factor in planes */
-typedef struct { const bf16 *at; int64_t ld, plane; } rows_of;
-typedef struct { const uint32_t *at; int64_t ld, plane; } pairs_of;
-
 /* C += A B for one step of 32, A from row and column of a given offset */
 INLINE void multiply(rows_of a, int64_t offset_a, pairs_of b, int64_t offset_b)
 {
@@ -112,7 +116,7 @@ INLINE void multiply(rows_of a, int64_t offset_a, pairs_of b, int64_t offset_b)
 }
 
 /* s[32 keys][NR] = k[32 keys][depth] q[depth][NR]; depth a multiple of 32 */
-NOINLINE void amx_scores(rows_of k, pairs_of q, int64_t depth, float *s)
+NOINLINE void bf16_scores(rows_of k, pairs_of q, int64_t depth, float *s)
 {
     for (int lane = 0; lane < NR; lane += 32) {
         ZERO_C();
@@ -122,7 +126,7 @@ NOINLINE void amx_scores(rows_of k, pairs_of q, int64_t depth, float *s)
 }
 
 /* o[c][NR] += turned[c][keys] p[keys][NR], over `columns` (a multiple of 32) columns c */
-NOINLINE void amx_add_panel(rows_of turned, pairs_of p, int64_t keys, float *o, int64_t columns)
+NOINLINE void bf16_add_panel(rows_of turned, pairs_of p, int64_t keys, float *o, int64_t columns)
 {
     for (int64_t c = 0; c < columns; c += 32)
         for (int lane = 0; lane < NR; lane += 32) {
@@ -133,7 +137,7 @@ NOINLINE void amx_add_panel(rows_of turned, pairs_of p, int64_t keys, float *o, 
 }
 
 /* g[keys][columns] += p[keys][NR] x[NR][columns]; columns a multiple of 32 */
-NOINLINE void amx_add_rows(rows_of p, pairs_of x, float *g, int64_t keys, int64_t columns)
+NOINLINE void bf16_add_rows(rows_of p, pairs_of x, float *g, int64_t keys, int64_t columns)
 {
     for (int64_t c = 0; c < columns; c += 32)
         for (int64_t key = 0; key < keys; key += 32) {
@@ -142,6 +146,7 @@ NOINLINE void amx_add_rows(rows_of p, pairs_of x, float *g, int64_t keys, int64_
             STORE_C(g + key * columns + c, columns);
         }
 }
+#endif /* BURST_DOT */
 
 /* ---------------------------------------------------------------- layouts */
 

@@ -143,9 +143,9 @@ NOINLINE int backward_tile(gradient_panel *p, backward_room *w, const call *c, i
     for (int64_t block = from; block < to; block++) {
         const int64_t at = (block - from) * KR * NR;
         const int cut = !full && block_sight(&t->at, &p->q, block) != FULL;
-        amx_scores(values_of(t, block), columns_of(p->dout, b->dim_v), w->width, w->dp);
+        bf16_scores(values_of(t, block), columns_of(p->dout, b->dim_v), w->width, w->dp);
         if (plain && !cut) {
-            amx_scores(keys_of(t, block), columns_of(p->query, b->d), w->depth, w->s);
+            bf16_scores(keys_of(t, block), columns_of(p->query, b->d), w->depth, w->s);
             weigh_again(w, SCORE_FACTOR(b) * LOG2E, p, at);
         } else {
             score_any(t, block, &p->q, p->query, b, &w->how, w->s, capped ? w->slopes : NULL);
@@ -158,9 +158,9 @@ NOINLINE int backward_tile(gradient_panel *p, backward_room *w, const call *c, i
     } else {
         const rows_of weights = {w->p, NR, w->plane}, slopes = {w->ds, NR, w->plane};
         const pairs_of slope_pairs = {w->ds_pairs, NR, w->plane / 2};
-        amx_add_rows(weights, paired_rows_of(p->dout_rows, w->width), w->dv + from * KR * w->width, keys, w->width);
-        amx_add_rows(slopes, paired_rows_of(p->query_rows, w->depth), w->dk + from * KR * w->depth, keys, w->depth);
-        amx_add_panel(turned_of(t, from), slope_pairs, keys, p->dq, w->depth);
+        bf16_add_rows(weights, paired_rows_of(p->dout_rows, w->width), w->dv + from * KR * w->width, keys, w->width);
+        bf16_add_rows(slopes, paired_rows_of(p->query_rows, w->depth), w->dk + from * KR * w->depth, keys, w->depth);
+        bf16_add_panel(turned_of(t, from), slope_pairs, keys, p->dq, w->depth);
     }
     return 1;
 }
@@ -210,7 +210,7 @@ static void backward_worker(call *c, int thread, arena scratch)
         }
         for (int64_t i = 0; i < n; i++) close_gradient(&w.panels[i], c, batch, head, w.rows, w.ld);
     }
-    _tile_release();
+    release_tiles();
     atomic_fetch_add(&c->computed, computed);
 }
 

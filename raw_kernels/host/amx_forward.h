@@ -89,7 +89,7 @@ NOINLINE void weigh_wide(const float *s, int64_t keys, float factor, const panel
 NOINLINE void score_any(const bf16_tile *t, int64_t block, const lanes *q, const void *query, const burst_block *b,
                         const bend *how, float *s, float *slopes)
 {
-    amx_scores(keys_of(t, block), columns_of(query, b->d), ROUND_UP(b->d, STEP), s);
+    bf16_scores(keys_of(t, block), columns_of(query, b->d), ROUND_UP(b->d, STEP), s);
     const float factor = SCORE_FACTOR(b);
     for (int i = 0; i < KR * VR; i++) store(s + i * LANES, load(s + i * LANES) * factor);
     const int cut = block_sight(&t->at, q, block) != FULL;
@@ -144,7 +144,7 @@ NOINLINE int forward_tile(panel *p, forward_room *w, const call *c, int64_t batc
         for (int64_t block = from; block < to; block++) {
             uint32_t *pairs = w->p + (block - from) * KR / 2 * NR;
             if (plain && (full || block_sight(&t->at, &p->q, block) == FULL)) {
-                amx_scores(keys_of(t, block), columns_of(p->query, b->d), ROUND_UP(b->d, STEP), w->s);
+                bf16_scores(keys_of(t, block), columns_of(p->query, b->d), ROUND_UP(b->d, STEP), w->s);
                 weigh(w->s, KR, factor, p, pairs, w->plane, sum);
             } else {
                 score_any(t, block, &p->q, p->query, b, &w->how, w->s, NULL);
@@ -157,7 +157,7 @@ NOINLINE int forward_tile(panel *p, forward_room *w, const call *c, int64_t batc
     if (t->at.wild_v && !full)
         add_values_carefully(p, w, c, batch, head, from, to);
     else
-        amx_add_panel(turned_of(t, from), (pairs_of){w->p, NR, w->plane}, (to - from) * KR, p->out, ROUND_UP(b->dim_v, STEP));
+        bf16_add_panel(turned_of(t, from), (pairs_of){w->p, NR, w->plane}, (to - from) * KR, p->out, ROUND_UP(b->dim_v, STEP));
     return (int)((to * KR - 1) / BURST_KEYS_BACKWARD - from * KR / BURST_KEYS_BACKWARD + 1);
 }
 
@@ -191,7 +191,7 @@ static void forward_worker(call *c, int thread, arena scratch)
         }
         for (int64_t i = 0; i < n; i++) close_panel(&w.panels[i], c, batch, head, w.rows, w.ld);
     }
-    _tile_release();
+    release_tiles();
     atomic_fetch_add(&c->computed, computed);
 }
 

@@ -1,6 +1,6 @@
 /* The verbs of the CPU backend.  Compiled once for each instruction set and accumulator:
  *
- *   -DBURST_AMX (bfloat16; with -DBURST_PIECES=3 float32) | -DBURST_AVX512 | -DBURST_AVX2 | (nothing: portable)
+ *   -DBURST_AMX (bfloat16; with -DBURST_PIECES=3 float32, with -DBURST_DOT by vdpbf16ps) | -DBURST_AVX512 | -DBURST_AVX2 | (nothing: portable)
  *   -DBURST_DOUBLE | (nothing: float)
  */
 #ifdef BURST_AMX
@@ -73,6 +73,9 @@ int burst_attend_backward(burst_block *b)
 /* delta_i = sum_c dout_ic out_ic; out is `final` here, both of the caller's type */
 void burst_delta(burst_block *b)
 {
+#ifdef _OPENMP
+#pragma omp parallel for collapse(2) num_threads((int)MAX(1, b->threads))
+#endif
     for (int64_t batch = 0; batch < b->batch; batch++)
         for (int64_t row = 0; row < b->rows_q; row++)
             for (int64_t head = 0; head < b->heads; head++) {

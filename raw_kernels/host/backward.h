@@ -88,19 +88,32 @@ INLINE void weights_of(const REAL *s, const gradient_panel *q, REAL *p)
         }
 }
 
-/* P of a block that all lanes see in full and that no rule bends */
-NOINLINE void weigh_again(const REAL *k, int64_t ld, int64_t d, const gradient_panel *q, REAL *p)
+/* P of a block that no rule bends; where it is cut, hidden pairs are 0 whatever came out there */
+INLINE void weigh_block_again(const REAL *k, int64_t ld, int64_t d, const gradient_panel *q, REAL *p, const INT *pos, const int cut)
 {
     vec s[KR][VR];
     score_block(k, ld, q->query, d, s);
     UNROLL for (int j = 0; j < VR; j++) {
         const vec lse = load(q->lse + j * LANES), low = load(q->lse_low + j * LANES);
-        UNROLL for (int i = 0; i < KR; i++) store(p + i * NR + j * LANES, exp2_vec(fused(s[i][j], LOG2E, lse) - low));
+        UNROLL for (int i = 0; i < KR; i++) {
+            vec weight = exp2_vec(fused(s[i][j], LOG2E, lse) - low);
+            if (cut) weight = if_seen(&q->q, j, pos[i], weight, zero());
+            store(p + i * NR + j * LANES, weight);
+        }
     }
+}
+NOINLINE void weigh_again(const REAL *k, int64_t ld, int64_t d, const gradient_panel *q, REAL *p)
+{
+    weigh_block_again(k, ld, d, q, p, NULL, 0);
+}
+NOINLINE void weigh_again_cut(const REAL *k, int64_t ld, int64_t d, const gradient_panel *q, REAL *p, const INT *pos)
+{
+    weigh_block_again(k, ld, d, q, p, pos, 1);
 }
 
 /* dS = P (dP - delta), times the cap's slope where slopes holds it */
-NOINLINE void slope_block(const REAL *v, int64_t ld, int64_t dv, const gradient_panel *q, const REAL *p, REAL *ds, int capped)
+INLINE void slope_any(const REAL *v, int64_t ld, int64_t dv, const gradient_panel *q, const REAL *p, REAL *ds, const INT *pos,
+                      const int capped, const int cut)
 {
     vec dp[KR][VR];
     score_block(v, ld, q->dout, dv, dp);
@@ -110,9 +123,22 @@ NOINLINE void slope_block(const REAL *v, int64_t ld, int64_t dv, const gradient_
             const int64_t at = i * NR + j * LANES;
             vec x = load(p + at) * (dp[i][j] - delta);
             if (capped) x *= load(ds + at);
+            if (cut) x = if_seen(&q->q, j, pos[i], x, zero()); /* delta may be NaN */
             store(ds + at, x);
         }
     }
+}
+NOINLINE void slope_block(const REAL *v, int64_t ld, int64_t dv, const gradient_panel *q, const REAL *p, REAL *ds)
+{
+    slope_any(v, ld, dv, q, p, ds, NULL, 0, 0);
+}
+NOINLINE void slope_cut(const REAL *v, int64_t ld, int64_t dv, const gradient_panel *q, const REAL *p, REAL *ds, const INT *pos)
+{
+    slope_any(v, ld, dv, q, p, ds, pos, 0, 1);
+}
+NOINLINE void slope_capped(const REAL *v, int64_t ld, int64_t dv, const gradient_panel *q, const REAL *p, REAL *ds)
+{
+    slope_any(v, ld, dv, q, p, ds, NULL, 1, 0);
 }
 
 NOINLINE int backward_tile(gradient_panel *p, backward_room *w, const burst_block *b)
@@ -126,17 +152,24 @@ NOINLINE int backward_tile(gradient_panel *p, backward_room *w, const burst_bloc
     for (int64_t block = from; block < to; block++) {
         REAL *weights = w->p + (block - from) * KR * NR, *ds = w->ds + (block - from) * KR * NR;
         const int cut = !full && block_sight(t, &p->q, block) != FULL;
+        const REAL *k = t->k + block * KR * t->ld_k, *v = t->v + block * KR * t->ld_v;
+        const INT *pos = t->pos + block * KR;
         if (plain && !cut) {
-            weigh_again(t->k + block * KR * t->ld_k, t->ld_k, b->d, p, weights);
+            weigh_again(k, t->ld_k, b->d, p, weights);
+        } else if (plain) {
+            weigh_again_cut(k, t->ld_k, b->d, p, weights, pos);
         } else {
             score_any(t, block, &p->q, p->query, b->d, &w->how, weights, capped ? ds : NULL);
             weights_of(weights, p, weights);
+            if (cut) hide_block(weights, &p->q, pos, KR); /* a lane whose lse is NaN must not reach keys that it does not see */
         }
-        slope_block(t->v + block * KR * t->ld_v, t->ld_v, b->dim_v, p, weights, ds, capped);
-        if (cut) { /* a lane whose lse or delta is NaN must not reach keys that it does not see */
-            const int live = (int)MIN(KR, t->live - block * KR);
-            hide_block(weights, &p->q, t->pos + block * KR, live);
-            hide_block(ds, &p->q, t->pos + block * KR, live);
+        if (capped) {
+            slope_capped(v, t->ld_v, b->dim_v, p, weights, ds);
+            if (cut) hide_block(ds, &p->q, pos, KR);
+        } else if (cut) {
+            slope_cut(v, t->ld_v, b->dim_v, p, weights, ds, pos);
+        } else {
+            slope_block(v, t->ld_v, b->dim_v, p, weights, ds);
         }
     }
     const int64_t keys = (to - from) * KR, all = ROUND_UP(BURST_KEYS_BACKWARD, KR);
@@ -185,7 +218,7 @@ static void backward_worker(call *c, int thread, arena scratch)
         for (int64_t i = 0; i < n; i++) open_gradient_panel(&w.panels[i], &w, c, batch, head, first + i);
         for (int64_t index = 0; index < c->tiles; index++) {
             if (!group_sees(c, group, index)) continue;
-            load_tile(&w.tile, c, batch, head / share, index, 1);
+            load_tile_backward(&w.tile, c, batch, head / share, index);
             memset(w.dk, 0, strips_size(keys, b->d) * sizeof(REAL));
             memset(w.dv, 0, strips_size(keys, b->dim_v) * sizeof(REAL));
             for (int64_t i = 0; i < n; i++) {

@@ -47,8 +47,9 @@ NOINLINE void open_panel(panel *p, forward_room *w, const call *c, int64_t batch
 
 /* ---------------------------------------------------------------- a tile */
 
-/* P of a block that all lanes see in full and that no rule bends: registers only. */
-NOINLINE void weigh_full(const REAL *k, int64_t ld, const REAL *query, int64_t d, const REAL *ref, REAL *p, vec *sum)
+/* P of a block that no rule bends: registers only.  Where it is cut, hidden pairs are 0 whatever came out there. */
+INLINE void weigh_block(const REAL *k, int64_t ld, const REAL *query, int64_t d, const REAL *ref, REAL *p, vec *sum,
+                        const lanes *q, const INT *pos, const int cut)
 {
     vec s[KR][VR];
     score_block(k, ld, query, d, s);
@@ -56,12 +57,24 @@ NOINLINE void weigh_full(const REAL *k, int64_t ld, const REAL *query, int64_t d
         const vec m = load(ref + j * LANES);
         vec total = sum[j];
         UNROLL for (int i = 0; i < KR; i++) {
-            const vec weight = exp2_vec(fused(s[i][j], LOG2E, m));
+            vec weight = exp2_vec(fused(s[i][j], LOG2E, m));
+            if (cut) weight = if_seen(q, j, pos[i], weight, zero());
             store(p + i * NR + j * LANES, weight);
             total += weight;
         }
         sum[j] = total;
     }
+}
+
+NOINLINE void weigh_full(const REAL *k, int64_t ld, const REAL *query, int64_t d, const REAL *ref, REAL *p, vec *sum)
+{
+    weigh_block(k, ld, query, d, ref, p, sum, NULL, NULL, 0);
+}
+
+NOINLINE void weigh_cut(const REAL *k, int64_t ld, const REAL *query, int64_t d, const REAL *ref, REAL *p, vec *sum,
+                        const lanes *q, const INT *pos)
+{
+    weigh_block(k, ld, query, d, ref, p, sum, q, pos, 1);
 }
 
 /* Scores of a block into memory, bent and masked. */
@@ -99,6 +112,15 @@ NOINLINE void tile_with_maximum(panel *p, forward_room *w, int64_t from, int64_t
     weigh_stored(w->p, keys, p, sum);
 }
 
+/* A panel's first tile: any block that all lanes see gives each an m, and spares the tile the classic way. */
+NOINLINE void first_maximum(panel *p, forward_room *w, int64_t from, int64_t to, const burst_block *b)
+{
+    while (from < to && block_sight(&w->tile, &p->q, from) != FULL) from++;
+    if (from == to) return;
+    score_any(&w->tile, from, &p->q, p->query, b->d, &w->how, w->p, NULL);
+    raise_maximum(p, w->p, KR, b->dim_v);
+}
+
 /* Returns how many counted tiles it computed. */
 NOINLINE int forward_tile(panel *p, forward_room *w, const burst_block *b)
 {
@@ -110,13 +132,17 @@ NOINLINE int forward_tile(panel *p, forward_room *w, const burst_block *b)
     const int plain = w->how.softcap == 0 && !w->how.alibi;
     vec sum[VR];
     UNROLL for (int j = 0; j < VR; j++) sum[j] = (vec){0};
+    if (p->unset) first_maximum(p, w, from, to, b);
     if (p->wide || (p->unset && waits_for(p, t))) {
         tile_with_maximum(p, w, from, to, b->d, b->dim_v, sum);
     } else {
         for (int64_t block = from; block < to; block++) {
             REAL *weights = w->p + (block - from) * KR * NR;
+            const REAL *k = t->k + block * KR * t->ld_k;
             if (plain && (full || block_sight(t, &p->q, block) == FULL)) {
-                weigh_full(t->k + block * KR * t->ld_k, t->ld_k, p->query, b->d, p->ref, weights, sum);
+                weigh_full(k, t->ld_k, p->query, b->d, p->ref, weights, sum);
+            } else if (plain) {
+                weigh_cut(k, t->ld_k, p->query, b->d, p->ref, weights, sum, &p->q, t->pos + block * KR);
             } else {
                 score_any(t, block, &p->q, p->query, b->d, &w->how, weights, NULL);
                 weigh_stored(weights, KR, p, sum);
@@ -154,7 +180,7 @@ static void forward_worker(call *c, int thread, arena scratch)
         }
         for (int64_t index = 0; index < c->tiles; index++) {
             if (c->tile_max[index] < low || c->tile_min[index] >= high) continue;
-            load_tile(&w.tile, c, batch, head / share, index, 0);
+            load_tile_forward(&w.tile, c, batch, head / share, index);
             for (int64_t i = 0; i < n; i++) {
                 prefetch_tile(c, batch, head / share, index + 1, i, n);
                 computed += forward_tile(&w.panels[i], &w, b);

@@ -89,7 +89,15 @@ INLINE void pass_turn(call *c, int64_t batch, int64_t head, int64_t tile)
     atomic_fetch_add_explicit(&c->turn[(batch * c->b->kv_heads + kv_head) * c->tiles + tile], 1, memory_order_release);
 }
 
-/* Before the threads start: what each group sees, and gradients that start at 0. */
+INLINE void clear_row(char *row, int64_t step, int64_t n)
+{
+    if (step == sizeof(REAL))
+        memset(row, 0, (size_t)n * sizeof(REAL));
+    else
+        for (int64_t i = 0; i < n; i++) *(REAL *)(row + i * step) = 0;
+}
+
+/* Before the tasks start: what each group sees, and gradients that start at 0. */
 static void prepare_backward(call *c)
 {
     const burst_block *b = c->b;
@@ -102,12 +110,14 @@ static void prepare_backward(call *c)
     }
     for (int64_t i = 0; i < b->batch * b->kv_heads * c->tiles; i++) atomic_init(&c->turn[i], 0);
     if (!b->fresh_kv) return;
+#ifdef _OPENMP
+#pragma omp parallel for collapse(2) num_threads((int)MAX(1, b->threads))
+#endif
     for (int64_t batch = 0; batch < b->batch; batch++)
         for (int64_t row = 0; row < b->rows_k; row++)
             for (int64_t head = 0; head < b->kv_heads; head++) {
-                char *dk = row_at(&b->dk, batch, row, head), *dv = row_at(&b->dv, batch, row, head);
-                for (int64_t i = 0; i < b->d; i++) *(REAL *)(dk + i * b->dk.step[3]) = 0;
-                for (int64_t i = 0; i < b->dim_v; i++) *(REAL *)(dv + i * b->dv.step[3]) = 0;
+                clear_row(row_at(&b->dk, batch, row, head), b->dk.step[3], b->d);
+                clear_row(row_at(&b->dv, batch, row, head), b->dv.step[3], b->dim_v);
             }
 }
 

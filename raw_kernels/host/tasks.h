@@ -11,6 +11,8 @@
 #include <time.h>
 #ifdef _OPENMP
 #include <omp.h>
+#elif defined(BURST_PTHREADS) /* a compiler without OpenMP, or a sanitizer that does not understand it */
+#include <pthread.h>
 #endif
 #if defined(__x86_64__)
 #include <xmmintrin.h>
@@ -47,8 +49,12 @@ INLINE void *take(arena *a, int64_t bytes)
 #else
 #define BURST_SPLIT 0
 #endif
-#ifndef BURST_PANELS
-#define BURST_PANELS 16 /* panels of a group: a packed tile of keys serves that many */
+#ifndef BURST_PANELS /* of a group: a packed tile of keys serves that many */
+#ifdef BURST_AMX
+#define BURST_PANELS 16
+#else
+#define BURST_PANELS 32
+#endif
 #endif
 
 typedef struct {
@@ -73,7 +79,8 @@ INLINE int64_t group_panels_of(const burst_block *b, int backward)
     const int64_t panel_bytes = (b->d + b->dim_v) * NR * element * (1 + backward);
     int64_t n = MIN(BURST_PANELS, MAX(1, room / panel_bytes));
     while (n > 1 && b->batch * b->heads * (ROUND_UP(panels, n) / n) < enough) n /= 2;
-    return n;
+    const int64_t groups = ROUND_UP(panels, n) / n;
+    return ROUND_UP(panels, groups) / groups; /* as even as can be: a small group packs its tiles for few */
 }
 
 INLINE void plan_call(call *c, burst_block *b, int64_t tile_keys, int backward, arena *a)
@@ -165,31 +172,57 @@ INLINE void restore_subnormals(unsigned old)
 
 typedef void worker(call *c, int thread, arena scratch);
 
-/* Run work on the threads, each with its own part of the scratch, and keep MPI going until the last one has ended. */
+typedef struct {
+    call *c;
+    worker *work;
+    char *scratch; /* of this thread */
+    int thread;
+} member;
+
+/* One thread's part.  The calling thread, 0, then keeps MPI going until the last one has ended. */
+static void *take_part(void *of)
+{
+    const member *m = of;
+    const unsigned old = flush_subnormals();
+    m->work(m->c, m->thread, (arena){m->scratch, 0});
+    restore_subnormals(old);
+    atomic_fetch_sub(&m->c->working, 1);
+    while (m->thread == 0 && atomic_load(&m->c->working) > 0) {
+        carry_on(m->c, 0);
+        sched_yield();
+    }
+    return NULL;
+}
+
+/* Run work on the threads, each with its own part of the scratch. */
 static void run(call *c, worker *work, arena shared, int64_t bytes_per_thread)
 {
     const int threads = (int)MAX(1, MIN(c->b->threads, c->tasks));
+    char *scratch = shared.base + shared.used;
     start_call(c, threads);
-#ifdef _OPENMP
+#if defined(_OPENMP)
 #pragma omp parallel num_threads(threads)
     {
         const int thread = omp_get_thread_num(), team = omp_get_num_threads();
         if (thread == 0) atomic_fetch_sub(&c->working, threads - team); /* OpenMP may give fewer */
-#else
-    {
-        const int thread = 0;
-        atomic_store(&c->working, 1);
-#endif
-        const unsigned old = flush_subnormals();
-        const arena mine = {shared.base + shared.used + thread * bytes_per_thread, 0};
-        work(c, thread, mine);
-        restore_subnormals(old);
-        atomic_fetch_sub(&c->working, 1);
-        while (thread == 0 && atomic_load(&c->working) > 0) {
-            carry_on(c, 0);
-            sched_yield();
-        }
+        take_part(&(member){c, work, scratch + thread * bytes_per_thread, thread});
     }
+#elif defined(BURST_PTHREADS)
+    enum { MOST = 256 };
+    pthread_t others[MOST];
+    member team[MOST];
+    int started = 1;
+    for (; started < MIN(threads, MOST); started++) {
+        team[started] = (member){c, work, scratch + started * bytes_per_thread, started};
+        if (pthread_create(&others[started], NULL, take_part, &team[started])) break; /* then fewer do it */
+    }
+    atomic_fetch_sub(&c->working, threads - started);
+    take_part(&(member){c, work, scratch, 0});
+    for (int i = 1; i < started; i++) pthread_join(others[i], NULL);
+#else
+    atomic_store(&c->working, 1);
+    take_part(&(member){c, work, scratch, 0});
+#endif
     c->b->tiles = atomic_load(&c->computed);
 }
 

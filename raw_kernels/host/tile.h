@@ -2,6 +2,7 @@
 #ifndef BURST_TILE_H
 #define BURST_TILE_H
 
+#include "convert.h"
 #include "tasks.h"
 
 typedef struct {
@@ -34,6 +35,7 @@ INLINE void load_positions(key_tile *t, const call *c, int64_t index)
     t->min = c->tile_min[index];
     t->max = c->tile_max[index];
     for (int64_t i = 0; i < t->live; i++) t->pos[i] = c->b->pos[t->first + i];
+    for (int64_t i = t->live; i < t->blocks * KR; i++) t->pos[i] = INT32_MAX; /* nobody sees padding: hi is no more than that */
     for (int64_t block = 0; block < t->blocks; block++) {
         INT low = t->pos[block * KR], high = low;
         for (int64_t i = block * KR; i < MIN((block + 1) * KR, t->live); i++) {
@@ -66,31 +68,70 @@ INLINE void chunk_row(const key_tile *t, int64_t key, const REAL *row, int64_t c
         memcpy(t->chunks + c / KR * t->chunk_stride + key * KR, row + c, KR * sizeof(REAL));
 }
 
+/* One row of any type and stride: to a row, or to the chunks, or to both; zeros up to whole chunks. */
+INLINE int load_key(const key_tile *t, const char *src, int64_t step, int64_t n, int type, int64_t key, REAL *row, int chunked)
+{
+    const int wild = load_row(src, step, n, row, type);
+    if (chunked) {
+        for (int64_t j = n; j < ROUND_UP(n, KR); j++) row[j] = 0;
+        chunk_row(t, key, row, ROUND_UP(n, KR));
+    }
+    return wild;
+}
+
+/* Rows of REAL in whole vectors and whole chunks: no detour, and one test for infinities and NaN a tile. */
+INLINE int is_even(const burst_array *x, int64_t n, int type)
+{
+    return type == (int)TYPE_OF_REAL && x->step[3] == sizeof(REAL) && n % LANES == 0 && n % KR == 0;
+}
+
+INLINE ivec load_even(const key_tile *t, const REAL *src, int64_t n, int64_t key, REAL *row, int chunked)
+{
+    const ivec infinite = (ivec)splat(INFINITY);
+    ivec wild = (ivec){0};
+    for (int64_t c = 0; c < n; c += LANES) {
+        const vec x = loadu(src + c);
+        wild |= ((ivec)x & infinite) == infinite;
+        if (row) store(row + c, x);
+    }
+    if (chunked) chunk_row(t, key, src, n);
+    return wild;
+}
+
 /* Bring keys and values of tile `index` into scratch as REAL. */
-NOINLINE void load_tile(key_tile *t, const call *c, int64_t batch, int64_t head, int64_t index, int backward)
+INLINE void load_tile(key_tile *t, const call *c, int64_t batch, int64_t head, int64_t index, const int backward)
 {
     const burst_block *b = c->b;
-    const int type = (int)b->type;
+    const int type = (int)b->type, even_k = is_even(&b->k, b->d, type), even_v = is_even(&b->v, b->dim_v, type);
     const int64_t columns = ROUND_UP(backward ? b->d : b->dim_v, KR);
+    ivec wild_k = (ivec){0}, wild_v = (ivec){0};
     load_positions(t, c, index);
     for (int64_t i = 0; i < t->live; i++) {
         const char *k = row_at(&b->k, batch, t->first + i, head), *v = row_at(&b->v, batch, t->first + i, head);
-        REAL *k_row = t->k + i * t->ld_k;
-        t->wild_k |= load_row(k, b->k.step[3], b->d, k_row, type);
-        if (backward) {
-            for (int64_t j = b->d; j < columns; j++) k_row[j] = 0;
-            chunk_row(t, i, k_row, columns);
-            t->wild_v |= load_row(v, b->v.step[3], b->dim_v, t->v + i * t->ld_v, type);
-        } else {
-            t->wild_v |= load_row(v, b->v.step[3], b->dim_v, t->row, type);
-            for (int64_t j = b->dim_v; j < columns; j++) t->row[j] = 0;
-            chunk_row(t, i, t->row, columns);
-        }
+        REAL *k_row = t->k + i * t->ld_k, *v_row = backward ? t->v + i * t->ld_v : NULL;
+        if (even_k)
+            wild_k |= load_even(t, (const REAL *)k, b->d, i, k_row, backward);
+        else
+            t->wild_k |= load_key(t, k, b->k.step[3], b->d, type, i, k_row, backward);
+        if (even_v)
+            wild_v |= load_even(t, (const REAL *)v, b->dim_v, i, v_row, !backward);
+        else
+            t->wild_v |= load_key(t, v, b->v.step[3], b->dim_v, type, i, backward ? v_row : t->row, !backward);
     }
+    t->wild_k |= any(wild_k);
+    t->wild_v |= any(wild_v);
     for (int64_t i = t->live; i < t->blocks * KR; i++) { /* P is 0 there, and 0 times what was left there must be 0 */
         memset(t->row, 0, columns * sizeof(REAL));
         chunk_row(t, i, t->row, columns);
     }
+}
+NOINLINE void load_tile_forward(key_tile *t, const call *c, int64_t batch, int64_t head, int64_t index)
+{
+    load_tile(t, c, batch, head, index, 0);
+}
+NOINLINE void load_tile_backward(key_tile *t, const call *c, int64_t batch, int64_t head, int64_t index)
+{
+    load_tile(t, c, batch, head, index, 1);
 }
 #endif
 

@@ -20,12 +20,14 @@ typedef float REAL;
 typedef int32_t INT;
 #endif
 
-#if defined(BURST_AMX) /* on top of AVX-512; panels and blocks are whole AMX tiles: see amx.h */
+#if defined(BURST_AMX) /* on top of AVX-512; panels and blocks are whole AMX tiles: see amx.h, and dot.h for BURST_DOT */
 #include <immintrin.h>
 #define VBYTES 64
 #define KR 32
 #ifdef BURST_PANEL_VECTORS
 #define VR BURST_PANEL_VECTORS
+#elif defined(BURST_DOT)
+#define VR 6
 #elif defined(BURST_PIECES) && BURST_PIECES > 1
 #define VR 4
 #else
@@ -118,6 +120,9 @@ INLINE vec fused(vec a, REAL b, vec c)
 
 INLINE int any(ivec where)
 {
+#ifdef BURST_AVX512
+    return _mm512_test_epi32_mask((__m512i)where, (__m512i)where) != 0;
+#endif
     INT sum = 0;
     UNROLL for (int i = 0; i < LANES; i++) sum |= where[i];
     return sum != 0;

@@ -81,6 +81,8 @@ class ndarray:
         self.base = None
         self.data = memptr if memptr is not None else alloc(self.nbytes)
         self._owner = memptr is None
+        if memptr is not None and strides is None:  # an array laid into memory by hand: a part of its own
+            simulation().parts[memptr.ptr] = self.nbytes
 
     # --- facts ------------------------------------------------------------------------------------
     @property

@@ -49,6 +49,7 @@ class Memory(BaseMemory):
                 "Out of memory allocating %d bytes (allocated so far: %d bytes)." % (size, used)
             ) from None
         sim.used[sim.device] = used + size
+        sim.parts = {at: n for at, n in sim.parts.items() if not ptr <= at < ptr + size}
         super().__init__(ptr, size, sim.device, get_current_stream())
         sim.trace.append(("alloc", "%d bytes" % size, self.stream.name))
         self._release = weakref.finalize(self, _free, sim, ptr, size, sim.device, self.stream, pooled)

@@ -346,7 +346,9 @@ def pack_arguments(program, args, device):
 
 
 def _whole(ptr):
-    """Return the span of the allocation that a pointer points into (empty if none)."""
+    """Return the span of the array that was laid there by hand, or of the allocation that a pointer points into."""
+    if ptr in simulation().parts:
+        return (ptr, ptr + simulation().parts[ptr])
     found = allocation_of(ptr)
     return (found[0], found[0] + found[1]) if found else (ptr, ptr)
 

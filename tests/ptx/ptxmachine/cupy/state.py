@@ -86,6 +86,7 @@ class Simulation:
         self.skips, self.calls = {}, {}
         self.used = {}  # device -> bytes
         self.next_stream = itertools.count(1)
+        self.parts = {}  # address -> bytes of the array that was last laid there by hand, inside of an allocation
         self.pinned = {}  # address -> bytes of pinned host memory
 
     # --- switches for tests -----------------------------------------------------------------------
@@ -183,8 +184,9 @@ class Simulation:
             except Exception as error:
                 self.error = error  # from now on every call fails, as after a CUDA launch failure
                 raise
-            top.done, top.action, top.waits_for = True, None, ()
+            top.done = True
             self.live.pop(top.serial, None)
+            top.action, top.waits_for = None, ()  # last: what the action held may be freed now, which is work too
 
     def finish_stream(self, stream):
         self.check_alive()

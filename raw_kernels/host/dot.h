@@ -1,0 +1,72 @@
+/* The products of amx.h by vdpbf16ps, for CPUs that have that instruction at the rate of an FMA and no AMX (Zen 4).
+ *
+ * Layouts are AMX's: a word of 32 bits is a pair of bfloat16 along the sum, so that one instruction takes two terms of
+ * 16 sums.  A pair of the left factor is broadcast, the right factor's pairs are a vector, 8 x 3 (or 8 x 2) sums stay
+ * in registers.  Sums are float32; subnormal products count as 0.
+ */
+#ifndef BURST_DOT_H
+#define BURST_DOT_H
+
+#define DOT_ROWS 8
+_Static_assert(NR % (3 * LANES) == 0 && STEP % DOT_ROWS == 0, "panels and blocks are whole register blocks");
+
+INLINE void shape_tiles(void) {}
+INLINE void release_tiles(void) {}
+
+typedef uint32_t pair __attribute__((may_alias, aligned(2)));
+
+/* acc[i][j] = sum over `pairs` of a[i][pair] b[pair][j] */
+INLINE void dot_block(const bf16 *a, int64_t ld_a, const uint32_t *b, int64_t ld_b, int64_t pairs, vec acc[DOT_ROWS][3],
+                      const int NV)
+{
+    UNROLL for (int i = 0; i < DOT_ROWS; i++) UNROLL for (int j = 0; j < NV; j++) acc[i][j] = (vec){0};
+    for (int64_t n = 0; n < pairs; n++) {
+        __m512bh right[3];
+        UNROLL for (int j = 0; j < NV; j++) right[j] = (__m512bh)_mm512_loadu_si512(b + n * ld_b + j * LANES);
+        UNROLL for (int i = 0; i < DOT_ROWS; i++) {
+            const __m512bh left = (__m512bh)_mm512_set1_epi32((int)((const pair *)(a + i * ld_a))[n]);
+            UNROLL for (int j = 0; j < NV; j++) acc[i][j] = (vec)_mm512_dpbf16_ps((__m512)acc[i][j], left, right[j]);
+        }
+    }
+}
+
+INLINE void dot_add(const bf16 *a, int64_t ld_a, const uint32_t *b, int64_t ld_b, int64_t pairs, float *c, int64_t ld_c,
+                    const int NV)
+{
+    vec acc[DOT_ROWS][3];
+    dot_block(a, ld_a, b, ld_b, pairs, acc, NV);
+    UNROLL for (int i = 0; i < DOT_ROWS; i++) UNROLL for (int j = 0; j < NV; j++) {
+        float *at = c + i * ld_c + j * LANES;
+        store(at, load(at) + acc[i][j]);
+    }
+}
+
+/* s[32 keys][NR] = k[32 keys][depth] q[depth][NR] */
+NOINLINE void bf16_scores(rows_of k, pairs_of q, int64_t depth, float *s)
+{
+    for (int lane = 0; lane < NR; lane += 3 * LANES)
+        for (int key = 0; key < STEP; key += DOT_ROWS) {
+            vec acc[DOT_ROWS][3];
+            dot_block(k.at + key * k.ld, k.ld, q.at + lane, q.ld, depth / 2, acc, 3);
+            UNROLL for (int i = 0; i < DOT_ROWS; i++) UNROLL for (int j = 0; j < 3; j++)
+                store(s + (key + i) * NR + lane + j * LANES, acc[i][j]);
+        }
+}
+
+/* o[c][NR] += turned[c][keys] p[keys][NR] */
+NOINLINE void bf16_add_panel(rows_of turned, pairs_of p, int64_t keys, float *o, int64_t columns)
+{
+    for (int lane = 0; lane < NR; lane += 3 * LANES)
+        for (int64_t c = 0; c < columns; c += DOT_ROWS)
+            dot_add(turned.at + c * turned.ld, turned.ld, p.at + lane, p.ld, keys / 2, o + c * NR + lane, NR, 3);
+}
+
+/* g[keys][columns] += p[keys][NR] x[NR][columns]; columns a multiple of 32 */
+NOINLINE void bf16_add_rows(rows_of p, pairs_of x, float *g, int64_t keys, int64_t columns)
+{
+    for (int64_t c = 0; c < columns; c += 2 * LANES)
+        for (int64_t key = 0; key < keys; key += DOT_ROWS)
+            dot_add(p.at + key * p.ld, p.ld, x.at + c, x.ld, NR / 2, g + key * columns + c, columns, 2);
+}
+
+#endif

@@ -1,0 +1,63 @@
+"""The ring on GPUs: rules × layouts × types × both backward ways × both transports, on the PTX machine or a GPU."""
+
+from functools import cache
+from itertools import product
+
+import pytest
+from gpu_kit import attention, check, gpu, run
+from support import LAYOUTS, RULES, TYPES, layout_of, problem, rules, truth
+
+pytestmark = pytest.mark.mpi
+
+LENGTH = 21
+
+
+@cache
+def case(rule, dtype, nk=LENGTH, d=8, dv=8):
+    p = problem(LENGTH, nk, batch=1, heads=2, kv_heads=1, d=d, dv=dv, dtype=dtype, seed=nk)
+    options = rules(LENGTH, nk, 2)[rule]
+    return p, options, truth(p, options)
+
+
+@pytest.mark.parametrize("transport", ["staged", "direct"])
+@pytest.mark.parametrize("backward", ["q", "kv"])
+@pytest.mark.parametrize(
+    "rule, layout, dtype",
+    [("causal", "zigzag", "float32"), ("everything", "explicit", "float32"), ("window", "contiguous", "float64")],
+)
+def test_kernels_in_the_ring(comm, rule, layout, dtype, backward, transport):
+    cupy = gpu()
+    p, options, expected = case(rule, dtype)
+    with attention(comm, transport, stage=256, layout=layout_of(layout, LENGTH, LENGTH, comm), backward=backward, **options) as attn:
+        check(run(cupy, attn, p), expected)
+        assert (attn.stats.backend, attn.stats.transport, attn.stats.travels) == ("cuda", transport, backward)
+
+
+WAYS = list(product(TYPES, ("q", "kv"), ("staged", "direct")))  # 16: types × what travels × transports
+
+
+def quickly(comm, rule, layout, dtype, backward, transport):
+    """Streams, marks, memory and messages of the CUDA backend; the kernels themselves by NumPy."""
+    cupy = gpu()
+    p, options, expected = case(rule, dtype)
+    options = options | {"layout": layout_of(layout, LENGTH, LENGTH, comm), "backward": backward}
+    with attention(comm, transport, stage=200, quick=True, **options) as attn:
+        check(run(cupy, attn, p), expected)
+        assert (attn.stats.backend, attn.stats.transport, attn.stats.travels) == ("cuda", transport, backward)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("rule", RULES)
+def test_every_rule_and_layout(comm, rule, layout):
+    """Two of the sixteen ways for each pair of rule and layout; the slow run has all."""
+    number = 3 * RULES.index(rule) + 2 * LAYOUTS.index(layout)
+    for way in (number % 16, (number + 5 + 8) % 16):
+        quickly(comm, rule, layout, *WAYS[way])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype, backward, transport", WAYS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("rule", RULES)
+def test_every_rule_layout_type_way_and_transport(comm, rule, layout, dtype, backward, transport):
+    quickly(comm, rule, layout, dtype, backward, transport)

@@ -1,0 +1,130 @@
+"""The kernels as a program of their own: on ARM under an emulator, and under the thread sanitizer."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import host_kit as kit
+import numpy as np
+import pytest
+
+from burstmpi.backends import host
+from burstmpi.rules import Rules
+
+MAIN = Path(__file__).resolve().parent / "cross" / "attend_main.c"
+FLAGS = [flag for flag in host.BASE_FLAGS if flag not in ("-shared", "-fPIC")]
+CASES = [
+    (1, 130, 201, 4, 2, 40, 24, {"causal": True}),
+    (2, 97, 64, 2, 2, 64, 64, {"window": (30, 4), "softcap": 5.0}),
+    (1, 300, 300, 2, 1, 33, 17, {"alibi_slopes": (0.5, 0.1), "documents": (0, 150, 300)}),
+]
+
+
+def build(command, tmp_path, *flags):
+    program = tmp_path / "attend_main"
+    words = [*command, *FLAGS, *flags, f"-I{host._sources()}", str(MAIN), "-o", str(program), "-lm"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return program
+
+
+def attend(words, tmp_path, case, dtype, threads=1, **environ):
+    """out, lse, dq, dk, dv as that program computes them, and its inputs."""
+    batch, rows_q, rows_k, heads, kv_heads, d, dv, options = case
+    rng = np.random.default_rng(rows_q)
+    q, k, v, dout = kit.arrays(rng, batch, rows_q, rows_k, heads, kv_heads, d, dv, dtype)
+    rules = Rules(**options)
+    scores = rules.scores(d)
+    numbers = [batch, rows_q, rows_k, heads, kv_heads, d, dv, threads, host.TYPES[dtype], scores.slopes is not None]
+    parts = [np.array(numbers, np.int64), np.array([scores.scale, scores.softcap or 0.0])]
+    parts += [np.asarray(x, np.int32) for x in (*rules.intervals(np.arange(rows_q), rows_q, rows_k), np.arange(rows_k))]
+    if scores.slopes is not None:
+        parts.append(np.array(scores.slopes, np.float64))
+    given, got = tmp_path / "input", tmp_path / "output"
+    given.write_bytes(b"".join(np.ascontiguousarray(x).tobytes() for x in (*parts, q, k, v, dout)))
+    done = subprocess.run(
+        [*words, str(given), str(got)], capture_output=True, text=True, timeout=600, env={**os.environ, **environ}
+    )
+    assert done.returncode == 0, f"{done.returncode}: {done.stderr[-3000:]}"
+    raw, results = got.read_bytes(), []
+    real = np.float64 if dtype == "float64" else np.float32
+    shapes = [((batch, rows_q, heads, dv), q.dtype), ((batch, heads, rows_q), real), (q.shape, real), (k.shape, real), (v.shape, real)]
+    for shape, kind in shapes:
+        count = int(np.prod(shape))
+        results.append(np.frombuffer(raw, kind, count).reshape(shape))
+        raw = raw[count * np.dtype(kind).itemsize :]
+    assert not raw
+    return results, (dout, q, k, v), options
+
+
+def check(results, given, options, dtype):
+    true, same = kit.exact(*given, **options), kit.naive(*given, **options)
+    size = kit.rms(true[1])
+    kinds = (dtype, "float64" if dtype == "float64" else "float32", dtype, dtype, dtype)
+    floors = (same[5][0], np.finfo(results[1].dtype).eps, *same[5][1:])
+    for name, got, want, near, kind, floor in zip(("out", "lse", "dq", "dk", "dv"), results, true, same, kinds, floors):
+        kit.check(name, got, want, near, kind, 2.0, 0.0 if name == "lse" else size, floor)
+
+
+@pytest.mark.parametrize("vectors", ["neon", pytest.param("sve", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", list(kit.DTYPES))
+def test_on_arm(dtype, vectors, tmp_path):
+    """The portable path on 128-bit NEON; with SVE allowed, the compiler may take it where it helps."""
+    compiler, emulator = shutil.which("aarch64-linux-gnu-gcc"), shutil.which("qemu-aarch64") or shutil.which("qemu-aarch64-static")
+    if not compiler or not emulator:
+        pytest.skip("no aarch64-linux-gnu-gcc or no qemu-aarch64")
+    more = ["-DBURST_DOUBLE"] if dtype == "float64" else []
+    machine = "armv8-a" if vectors == "neon" else "armv8.2-a+sve"
+    program = build([compiler], tmp_path, "-static", f"-march={machine}", "-pthread", "-DBURST_PTHREADS", *more)
+    for case in CASES:
+        check(*attend([emulator, str(program)], tmp_path, case, dtype, threads=2), dtype)
+
+
+def thread_sanitizer():
+    compiler = shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        return None
+    found = subprocess.run([compiler, "-print-file-name=libtsan.so"], capture_output=True, text=True).stdout.strip()
+    return compiler if os.path.isabs(found) or "clang" in compiler else None
+
+
+@pytest.mark.parametrize("isa", list(host.ISAS))
+def test_the_thread_sanitizer_reports_nothing(isa, tmp_path):
+    """On POSIX threads: OpenMP's runtime is not instrumented, and its barriers would be reported."""
+    if host.missing(isa):
+        pytest.skip(f"this CPU has no {', '.join(host.missing(isa))}")
+    compiler = thread_sanitizer()
+    if compiler is None:
+        pytest.skip("no compiler with a thread sanitizer")
+    if isa.startswith("amx"):
+        pytest.skip("AMX's tile registers are asked for by Python; the vector kernels share its threads and turns")
+    dtype = "bfloat16" if isa == "avx512bf16" else "float32"
+    flags = [*host.FLAGS[host.variant(isa, dtype)], "-fsanitize=thread", "-g", "-O1", "-pthread", "-DBURST_PTHREADS"]
+    program = build([compiler], tmp_path, *flags)
+    once = None
+    for threads in (1, 4):
+        for case in CASES:
+            results, *_ = attend([str(program)], tmp_path, case, dtype, threads, TSAN_OPTIONS="halt_on_error=1 exitcode=66")
+        bits = [x.tobytes() for x in results]
+        once = once or bits
+        assert bits == once
+
+
+def test_the_thread_sanitizer_would_notice(tmp_path):
+    """With the release of a turn made relaxed and its order thrown away, two groups add to one dK at once."""
+    compiler = thread_sanitizer()
+    if compiler is None:
+        pytest.skip("no compiler with a thread sanitizer")
+    broken = tmp_path / "broken"
+    shutil.copytree(host._sources(), broken)
+    text = (broken / "gradient.h").read_text()
+    assert "memory_order_acquire) != mine" in text
+    (broken / "gradient.h").write_text(text.replace("memory_order_acquire) != mine", "memory_order_acquire) < 0 * mine"))
+    flags = ["-fsanitize=thread", "-g", "-O1", "-pthread", "-DBURST_PTHREADS", f"-I{broken}"]
+    program = build([compiler], tmp_path, *flags)
+    case = (1, 2000, 96, 4, 1, 16, 16, {})
+    with pytest.raises(AssertionError, match="data race"):
+        attend([str(program)], tmp_path, case, "float32", 4, TSAN_OPTIONS="halt_on_error=1 exitcode=66")
