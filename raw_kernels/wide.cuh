@@ -287,12 +287,18 @@ DEVICE void copy_item(u32 shared, const REAL *global)
 }
 
 #if __CUDA_ARCH__ >= 900
-/* Four sums at once. */
-DEVICE void add_global(char *to, float a, float b, float c, float d)
-{
-    asm volatile("red.global.add.v4.f32 [%0], {%1,%2,%3,%4};" :: "l"(to), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
-}
+#define RED_OF_FOUR 1
+#else
+#define RED_OF_FOUR 0
 #endif
+
+/* Four sums at once, where the hardware can. */
+DEVICE void add_global(char *to, REAL a, REAL b, REAL c, REAL d)
+{
+#if RED_OF_FOUR && TYPE == FLOAT32
+    asm volatile("red.global.add.v4.f32 [%0], {%1,%2,%3,%4};" :: "l"(to), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+#endif
+}
 
 /* ---------------------------------------------------------------- scores */
 
