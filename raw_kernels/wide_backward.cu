@@ -100,7 +100,7 @@ typedef Layout<TILE_K, HEAD_DIM, KEY_WARPS, WARPS / KEY_WARPS> GradK;
 typedef Layout<TILE_K, HEAD_DIM_V, KEY_WARPS, WARPS / KEY_WARPS> GradV;
 typedef Layout<TILE_Q, HEAD_DIM, QUERY_WARPS, WARPS / QUERY_WARPS> GradQ;
 
-constexpr bool FOUR_AT_ONCE = RED_OF_FOUR && TYPE == FLOAT32 && GradQ::STEP == 4;
+constexpr bool FOUR_AT_ONCE = SM_90 && TYPE == FLOAT32 && GradQ::STEP == 4;
 
 /* Where a lane's column j goes in a row of Block.work: an instruction's lanes lie side by side. */
 DEVICE int slot(int j)
