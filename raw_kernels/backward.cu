@@ -285,7 +285,7 @@ struct Warp {
         rows = shared + ROWS_AT + (lane_again() & 3) * 16 + sharer * OWN * 8;
     }
 
-    /* Likewise it would start loads too early: none passes a fence (16, 32, 64 of PINS). */
+    /* Likewise it would start loads too early: none passes a fence (16, 32, 64, 128 of PINS). */
     template <int WHICH> __device__ __forceinline__ void fence()
     {
         if (PINNED & WHICH) __syncwarp();
@@ -408,6 +408,7 @@ struct Warp {
         UNROLL for (int start = 0; start < DQ_BLOCKS; start += TAKEN) {
             float dq[DQ_FRAGMENTS][2 * TAKEN][4];
             UNROLL for (int step = 0; step < TILE_K / 16; step++) {
+                if (step % 2 == 0) fence<128>();
                 u32 a[DQ_FRAGMENTS][4];
                 UNROLL for (int m = 0; m < DQ_FRAGMENTS; m++)
                     ldmatrix_trans(a[m], along<S_BYTES>(dq_rows, 2 * m) + DS_AT + step * 16 * S_BYTES);

@@ -200,7 +200,7 @@ class _Gradients:
 # By the larger of the head dims.  docs/kernels.md tells why.
 _BACKWARD = {
     "80": {
-        32: _Gradients(64, 128, 4, 1, 2, 32, 16, 0, 2, 2, 2),
+        32: _Gradients(64, 128, 4, 1, 2, 32, 16, 0, 2, 2, 3, pins=4),
         64: _Gradients(64, 128, 4, 1, 2, 32, 16, 0, 4, 2, 2, pins=4),
         96: _Gradients(64, 128, 8, 2, 2, 32, 32, 0, 6, 2, pins=4),
         128: _Gradients(64, 128, 8, 2, 2, 32, 32, 0, 1, 2),
@@ -210,24 +210,24 @@ _BACKWARD = {
     # sm_86, 89, 120: 99 KB a block of threads, 100 KB a multiprocessor
     "86": {
         32: _Gradients(64, 128, 4, 1, 2, 32, 16, 0, 2, 2, 2),
-        64: _Gradients(64, 128, 4, 1, 2, 32, 16, 0, 4, 1, 2),
+        64: _Gradients(64, 128, 4, 1, 2, 32, 16, 0, 4, 1, 2, pins=4),
         96: _Gradients(64, 128, 8, 1, 1, 32, 32, 0, 6, 1),
-        128: _Gradients(64, 128, 8, 1, 1, 32, 32, 0, 8, 1),
+        128: _Gradients(64, 128, 8, 1, 1, 16, 16, 0, 8, 1, pins=4),
         192: _Gradients(64, 64, 8, 2, 1, 32, 32, 0, 12, 1),
         256: _Gradients(32, 64, 8, 2, 1, 16, 16, 0, 16, 1, dq_part=2),
     },
     # 64 KB
     "75": {
         32: _Gradients(64, 128, 4, 1, 2, 32, 16, 0, 2, 1, 2),
-        64: _Gradients(64, 128, 4, 1, 2, 32, 16, 0, 4, 1),
-        96: _Gradients(64, 64, 4, 1, 1, 32, 32, 0, 6, 1),
+        64: _Gradients(64, 128, 4, 1, 2, 16, 16, 0, 4, 1, pins=4),
+        96: _Gradients(64, 64, 4, 1, 1, 32, 32, 0, 6, 1, pins=4),
         128: _Gradients(32, 128, 8, 1, 1, 32, 32, 0, 8, 1),
         192: _Gradients(32, 64, 8, 2, 1, 16, 16, 0, 12, 1),
         256: _Gradients(32, 32, 4, 2, 1, 16, 16, 0, 16, 1, dq_part=2),
     },
 }
 _BACKWARD["89"] = _BACKWARD["120"] = _BACKWARD["86"]
-_BACKWARD["90"] = _BACKWARD["100"] = {**_BACKWARD["80"], 256: _Gradients(64, 64, 8, 2, 1, 32, 32, 0, 0, 2, dq_part=2)}
+_BACKWARD["90"] = _BACKWARD["100"] = _BACKWARD["80"]
 
 def _half(arch: str, dtype: str) -> int:
     if dtype not in _HALVES:
