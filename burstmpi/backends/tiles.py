@@ -281,6 +281,7 @@ class _Queries:
     kept_do: int  # and of dO
     stages: int
     resident: int = 1
+    fences: int = 0  # places that loads do not pass: the compiler would start more than registers hold
 
 
 _BACKWARD_QUERIES = {
@@ -336,7 +337,7 @@ def backward_queries(arch: str, dtype: str, d: int, dv: int) -> Kernel:
         "TYPE": kind, "HEAD_DIM": d, "HEAD_DIM_V": dv, "TILE_Q": shape.queries, "TILE_K": shape.keys,
         "WARPS": shape.warps, "STAGES": shape.stages, "SHARED": shared, "SHARED_LIMIT": SHARED_LIMIT[arch],
         "FRAGMENTS": shape.fragments, "CHUNK": shape.chunk, "PART": shape.part,
-        "Q_KEPT": kept_q, "DO_KEPT": kept_do, "RESIDENT": shape.resident,
+        "Q_KEPT": kept_q, "DO_KEPT": kept_do, "RESIDENT": shape.resident, "FENCES": shape.fences,
     }  # fmt: skip
     return Kernel("backward_queries", tile, defines)
 
