@@ -48,7 +48,7 @@ SIZES = [(1, 1), (7, 1), (1, 130), (63, 65), (64, 64), (65, 63), (127, 129), (12
 @pytest.mark.parametrize("rows_q,rows_k", SIZES)
 def test_uneven_tails(rows_q, rows_k):
     run((1, rows_q, rows_k, 2, 1, 64, 64))
-    run((2, rows_q, rows_k, 1, 1, 64, 64), "float16", causal=True)
+    run((2, rows_q, rows_k, 1, 1, 64, 64), causal=True)
 
 
 @pytest.mark.parametrize("rule", [name for name in rules(4, 4, 4) if name != "full"])
@@ -59,27 +59,26 @@ def test_rules(rule):
     run((1, 200, 200, 4, 2, 64, 64), **options)
 
 
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("d,dv", [(32, 32), (96, 96), (128, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize("d,dv,dtype", [
+    (32, 32, "float16"), (96, 96, "bfloat16"), (128, 128, "bfloat16"), (192, 128, "float16"), (256, 256, "bfloat16"),
+])  # fmt: skip
 def test_native_head_dims(d, dv, dtype):
-    run((1, 130, 330, 2, 1, d, dv), dtype)
-    run((1, 150, 150, 1, 1, d, dv), dtype, causal=True, cuts=(70,))
+    run((1, 130, 400, 1, 1, d, dv), dtype, window=(300, 100), cuts=(330,))
 
 
-@pytest.mark.parametrize("d,dv", [(8, 8), (40, 72), (72, 40), (200, 200), (64, 8)])
-def test_head_dims_that_are_filled_up(d, dv):
-    run((1, 90, 200, 2, 1, d, dv))
-    run((1, 90, 200, 2, 1, d, dv), "float16", cuts=(64, 130), splits=2)
+@pytest.mark.parametrize("d,dv,dtype", [(8, 8, "float16"), (40, 72, "bfloat16"), (200, 24, "float16")])
+def test_head_dims_that_are_filled_up(d, dv, dtype):
+    run((1, 70, 330, 2, 1, d, dv), dtype, cuts=(300,), splits=2)
 
 
 @pytest.mark.parametrize("arch,dtype,d,dv", [
-    ("75", "float16", 64, 64), ("75", "float16", 128, 128), ("75", "float16", 256, 256), ("75", "float16", 40, 96),
-    ("90", "bfloat16", 64, 64), ("90", "float16", 128, 128),
-    ("120", "bfloat16", 64, 64), ("120", "bfloat16", 128, 128), ("120", "float16", 192, 128), ("120", "bfloat16", 256, 256),
+    ("75", "float16", 64, 64), ("75", "float16", 128, 128), ("90", "bfloat16", 64, 64), ("120", "bfloat16", 128, 128),
+    *(pytest.param("75", "float16", d, dv, marks=pytest.mark.slow) for d, dv in ((256, 256), (40, 96))),
+    *(pytest.param("90", dtype, 128, 128, marks=pytest.mark.slow) for dtype in HALVES),
+    *(pytest.param("120", dtype, d, dv, marks=pytest.mark.slow) for dtype in HALVES for d, dv in ((64, 64), (192, 128), (256, 256))),
 ])  # fmt: skip
 def test_architectures(arch, dtype, d, dv):
-    run((1, 140, 400, 2, 1, d, dv), dtype, arch=arch)
-    run((1, 140, 140, 1, 1, d, dv), dtype, arch=arch, causal=True, cuts=(50,))
+    run((1, 130, 330, 1, 1, d, dv), dtype, arch=arch, window=(250, 100), cuts=(300,))
 
 
 @pytest.mark.slow
@@ -123,21 +122,11 @@ def test_the_error_does_not_grow_with_hops(dtype):
         rounded = same[0].astype(out.dtype)
         assert far(out, 0).max() <= 1.2 * far(rounded, 0).max()
         assert host_kit.rms(far(out, 0)) <= 1.2 * host_kit.rms(far(rounded, 0))
-        assert host_kit.rms(far(lse, 1)) <= 1.2 * host_kit.rms(far(same[1], 1))
 
 
-@pytest.mark.parametrize("d", [64, 128])
-def test_error_beside_a_naive_run(d):
-    for gain in (1.0, 8.0):
-        out, lse, true, same = run((1, 130, 260, 2, 2, d, d), gain=gain, causal=True)
-        far = lambda x: np.abs(x.astype(np.float64) - true[0])  # noqa: B023, E731
-        assert far(out).max() <= 1.2 * far(same[0].astype(out.dtype)).max()
-
-
-@pytest.mark.parametrize("splits", [2, 3, 7])
+@pytest.mark.parametrize("splits", [2, 7])
 def test_splits_of_the_keys(splits):
-    run((2, 70, 500, 2, 1, 64, 64), splits=splits)
-    run((1, 70, 500, 2, 1, 64, 64), "float16", splits=splits, causal=True, cuts=(200,))
+    run((2, 70, 500, 2, 1, 64, 64), splits=splits, causal=True, cuts=(200,))
 
 
 def test_splits_give_the_same_bits_in_any_order():
@@ -172,8 +161,7 @@ def growing(q, k, v):
 @pytest.mark.parametrize("d", [64, 128])
 def test_a_reference_that_is_outgrown(d, dtype):
     """The guard fails in full tiles, in cut ones, and where a state comes in: the tile is done again."""
-    run((1, 130, 700, 1, 1, d, d), dtype, gain=12.0, change=growing)
-    run((1, 130, 700, 1, 1, d, d), dtype, gain=12.0, change=growing, window=(600, 100), cuts=(350,))
+    run((1, 130, 600, 1, 1, d, d), dtype, gain=12.0, change=growing, window=(500, 130), cuts=(350,))
 
 
 def test_small_weights_of_float16_after_many_keys():
@@ -196,20 +184,98 @@ def test_no_keys_at_all_on_a_hop():
 
 @pytest.mark.parametrize("d", [64, 128])
 def test_copies_may_land_at_any_time(d):
-    for switches in ({"cp_async": "early"}, {"order": "reverse"}):
-        run((1, 200, 500, 1, 1, d, d), switches=switches, window=(400, 50))
+    run((1, 130, 400, 1, 1, d, d), switches={"cp_async": "early", "order": "reverse"}, window=(300, 50))
 
 
-# ---------------------------------------------------------------- counters
+# ---------------------------------------------------------------- figures: benchmarks/kernels.py prints them
 
-def counted(d, rows_q=256, rows_k=1024, **options):
-    """Counters of a launch of `forward`, one head."""
-    import ml_dtypes
+BENCHMARKS = str(Path(__file__).resolve().parent.parent / "benchmarks")
 
-    rng = np.random.default_rng(0)
-    backend = cuda_kit.backend(count=True, check=False)
-    q, k, v = (rng.standard_normal((1, n, 1, d)).astype(ml_dtypes.bfloat16) for n in (rows_q, rows_k, rows_k))
-    cuda_kit.forward(backend, q, k, v, **options)
-    sim = sys.modules["ptxmachine.cupy"].simulation() if hasattr(sys.modules["ptxmachine.cupy"], "simulation") else None
-    history = (sim or cuda_kit.device).machine.history if sim else None
-    return next(c for c in reversed(history) if c.program.name == "forward")
+
+@pytest.fixture
+def kernels():
+    sys.path.insert(0, BENCHMARKS)
+    sys.path.insert(0, str(cuda_kit.PTX))
+    try:
+        import kernels
+
+        yield kernels
+    finally:
+        sys.path.remove(BENCHMARKS)
+
+
+@pytest.mark.skipif(cuda_kit.REAL, reason="counted by the PTX machine")
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("rule", ["full", "causal"])
+def test_memory_is_read_as_the_formula_says(kernels, d, rule):
+    """No bank conflict, whole sectors; K and V are read once for each tile of queries that sees them."""
+    rows_q = 256
+    told = kernels.counts(d, rows_q=rows_q, rows_k=1024 if rule == "full" else rows_q, causal=rule == "causal")
+    assert told["conflicts"] == 0 and told["sectors over the fewest"] == 0
+    formula = told["formula"]
+    if rule == "causal":  # the first of two tiles of queries sees half of the keys
+        formula -= rows_q // 2 * 2 * d * 2
+    assert abs(told["bytes"] / formula - 1) < 0.05, told
+
+
+# x of the loop of full tiles: other instructions per HMMA
+LIMITS = {("80", 64): 2.5, ("80", 128): 1.5, ("90", 64): 2.5, ("90", 128): 1.5, ("120", 64): 2.5, ("120", 128): 1.5}
+STATIC = [
+    *(("bfloat16", *key) for key in LIMITS),
+    *(pytest.param(dtype, arch, d, marks=pytest.mark.slow)
+      for dtype in HALVES for arch in tiles.ARCHITECTURES for d in tiles.HEAD_DIMS if (arch, dtype) != ("75", "bfloat16")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype,arch,d", STATIC)
+def test_what_the_compiler_made_of_it(kernels, dtype, arch, d):
+    """No spills, no stack, few other instructions per HMMA, as many blocks on a multiprocessor as the table says."""
+    if kernels.sass.nvdisasm() is None:
+        pytest.skip("nvdisasm is missing: pip install nvidia-cuda-nvdisasm")
+    figures = kernels.figures("forward", arch, dtype, d)
+    assert figures.listing.count("LDL", "STL") == 0 and figures.listing.stack == 0 and figures.listing.spills == 0
+    assert figures.full is not None and figures.full.x_without_nops <= LIMITS.get((arch, d), 5.0)
+    assert figures.occupancy >= tiles.forward(arch, dtype, d, d).tile.resident
+    assert figures.seconds < 10
+    if arch in ("80", "90") and d in (64, 128):
+        assert kernels.bound(kernels.modelled(arch, figures.full)) == "tensor"
+
+
+# ---------------------------------------------------------------- faults, sown one at a time
+
+FAULTS = {
+    # name: (file, text, what stands there instead, head dim)
+    "no barrier in the main loop": ("forward.cu", "copies_wait<0>();\n                __syncthreads();", "copies_wait<0>();", 64),
+    "a stage less awaited in the main loop": ("forward.cu", "copies_wait<0>();\n                __sync", "copies_wait<1>();\n                __sync", 64),
+    "no barrier before a cut tile": ("forward.cu", "copies_wait<0>();\n        __syncthreads();", "copies_wait<0>();", 64),
+    "a stage less awaited before a cut tile": ("forward.cu", "copies_wait<0>();\n        __sync", "copies_wait<1>();\n        __sync", 64),
+    "V not awaited": ("forward_tile.cuh", "copies_wait<1>();", "copies_wait<2>();", 128),
+    "no barrier for V": ("forward_tile.cuh", "copies_wait<1>();\n        __syncthreads();", "copies_wait<1>();", 128),
+    "Q overwritten before it is read": ("forward_state.cuh", "(16 * P::ROW));\n    __syncthreads();", "(16 * P::ROW));", 64),
+    "a key too many above": ("forward_tile.cuh", "ABOVE ? pos.x >= bound[slab][h]", "ABOVE ? pos.x > bound[slab][h]", 64),
+    "a key too few below": ("forward_tile.cuh", ": pos.y < bound[slab][h]", ": pos.y <= bound[slab][h]", 64),
+    "no rescaling of out": ("forward_tile.cuh", "state.out_frag[slab][n][2 * h] *= shrink;", ";", 64),
+    "no rescaling of the sum": ("forward_tile.cuh", "fmaf(state.sum[slab][h], shrink, sum)", "state.sum[slab][h] + sum", 64),
+    "no guard": ("forward_tile.cuh", "!(worst <= GUARD)", "false", 64),
+    "a row too many": ("forward_shape.cuh", "* S::PASS < count &&", "* S::PASS <= count &&", 64),
+    "a whole sum from each of four lanes": ("forward_state.cuh", "weight * .25f", "weight", 64),
+}  # fmt: skip
+
+
+@pytest.mark.skipif(cuda_kit.REAL, reason="reported by the PTX machine")
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_caught(name, tmp_path, monkeypatch):
+    """One fault sown into the kernel: the machine reports it, or the result is wrong."""
+    file, right, wrong, d = FAULTS[name]
+    for source in [*modules.folder().glob("*.cu"), *modules.folder().glob("*.cuh"), *modules.folder().glob("*.h")]:
+        text = source.read_text()
+        if source.name == file:
+            assert len(re.findall(re.escape(right), text)) == 1, f"{file}: {right!r} must stand there once"
+            text = text.replace(right, wrong)
+        (tmp_path / source.name).write_text(text)
+    monkeypatch.setattr(modules, "folder", lambda: tmp_path)
+    cuda_kit.device()
+    from ptxmachine.faults import Fault
+
+    with pytest.raises((Fault, AssertionError)):
+        run((1, 130, 450, 1, 1, d, d), gain=12.0, change=growing, window=(280, 120), cuts=(400,))
