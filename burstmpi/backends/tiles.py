@@ -111,7 +111,7 @@ class _Forward:
         tiles = 2 * self.keys * (2 * d + self.v_stages * dv)
         queries = 2 * self.queries * d
         held = max(tiles, queries) if self.q_in_registers else tiles + queries
-        return held + 2 * self.keys * 4 + self.queries * 8 + self.warps * 96
+        return held + 2 * self.keys * 4 + self.warps * 96
 
 
 # (the wider of the two padded head dims) -> tile, for each amount of shared memory.  32 rows a warp where registers
