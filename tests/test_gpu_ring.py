@@ -19,18 +19,40 @@ def case(rule, dtype, nk=LENGTH, d=8, dv=8):
     return p, options, truth(p, options)
 
 
-@pytest.mark.parametrize("transport", ["staged", "direct"])
-@pytest.mark.parametrize("backward", ["q", "kv"])
+def with_kernels(comm, rule, layout, dtype, backward, transport, deterministic=False):
+    """The library's own kernels, on the PTX machine or a GPU, as small as can be: there a kernel takes a second."""
+    cupy = gpu()
+    length = 7 * comm.size + 1
+    p = problem(length, batch=1, heads=2, kv_heads=1, d=8, dv=8, dtype=dtype)
+    options = rules(length, length, 2)[rule]
+    more = {"layout": layout_of(layout, length, length, comm), "backward": backward, "deterministic": deterministic}
+    with attention(comm, transport, stage=256, **options, **more) as attn:
+        check(run(cupy, attn, p), truth(p, options))
+        assert (attn.stats.backend, attn.stats.transport, attn.stats.travels) == ("cuda", transport, backward)
+
+
+@pytest.mark.mpi(ranks=(1, 2))
 @pytest.mark.parametrize(
-    "rule, layout, dtype",
-    [("causal", "zigzag", "float32"), ("everything", "explicit", "float32"), ("window", "contiguous", "float64")],
+    "rule, layout, dtype, backward, transport",
+    [
+        ("causal", "zigzag", "float32", "q", "staged"),
+        ("everything", "explicit", "bfloat16", "kv", "direct"),
+        ("window", "contiguous", "float64", "kv", "staged"),
+    ],
 )
 def test_kernels_in_the_ring(comm, rule, layout, dtype, backward, transport):
-    cupy = gpu()
-    p, options, expected = case(rule, dtype)
-    with attention(comm, transport, stage=256, layout=layout_of(layout, LENGTH, LENGTH, comm), backward=backward, **options) as attn:
-        check(run(cupy, attn, p), expected)
-        assert (attn.stats.backend, attn.stats.transport, attn.stats.travels) == ("cuda", transport, backward)
+    with_kernels(comm, rule, layout, dtype, backward, transport)
+
+
+@pytest.mark.slow
+@pytest.mark.mpi(ranks=(1, 2, 3, 4))
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("transport", ["staged", "direct"])
+@pytest.mark.parametrize("backward", ["q", "kv"])
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("rule, layout", [("causal", "zigzag"), ("everything", "explicit"), ("documents", "striped"), ("window", "mixed")])
+def test_kernels_in_the_ring_with_every_type(comm, rule, layout, dtype, backward, transport, deterministic):
+    with_kernels(comm, rule, layout, dtype, backward, transport, deterministic)
 
 
 WAYS = list(product(TYPES, ("q", "kv"), ("staged", "direct")))  # 16: types × what travels × transports
