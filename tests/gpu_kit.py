@@ -86,11 +86,6 @@ def run(cupy, attn, p) -> dict:
     return collect(attn, *(cupy.asnumpy(x) for x in results))
 
 
-def quiet():
-    """All ranks of a test share one pretended GPU: no need to be told."""
-    return warnings.catch_warnings()
-
-
 @contextmanager
 def environment(**values):
     """Set variables for a while."""

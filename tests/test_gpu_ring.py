@@ -7,7 +7,7 @@ import pytest
 from gpu_kit import attention, check, gpu, run
 from support import LAYOUTS, RULES, TYPES, layout_of, problem, rules, truth
 
-pytestmark = pytest.mark.mpi
+pytestmark = pytest.mark.mpi(ranks=(1, 2, 3, 4))
 
 LENGTH = 21
 
