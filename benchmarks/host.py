@@ -134,7 +134,7 @@ def measure(case, backend, rows, heads, repeats):
     d, causal = int(d), rule == "causal"
     ours = Ours(backend, dtype, d, {"causal": causal}, heads, rows)
     torch = Torch(ours, causal)
-    peak = Peak("avx512" if backend.isa.startswith("amx") else backend.isa, dtype == "float64")
+    peak = Peak("avx512" if backend.isa.startswith(("amx", "avx512")) else backend.isa, dtype == "float64")
     ratios, shares, rates = {}, {}, {}
     for way, flops in zip(("forward", "backward"), ours.flops):
         mine, theirs = getattr(ours, way), getattr(torch, way)

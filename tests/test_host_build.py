@@ -275,8 +275,8 @@ def test_nothing_is_computed_from_empty_blocks():
 @needs_compiler
 @pytest.mark.parametrize("which", list(host.FLAGS), ids="-".join)
 def test_no_variant_has_a_warning(which):
-    if host.missing(which[0]):
-        pytest.skip(f"this CPU has no {', '.join(host.missing(which[0]))}")
+    if which[0] != "portable" and compile.platform.machine() != "x86_64":
+        pytest.skip(f"{which[0]} is of x86")  # the compiler is asked, not the CPU
     source = host._sources() / "attend.c"
     flags = [flag for flag in (*host.BASE_FLAGS, *host.FLAGS[which]) if flag not in ("-O3", "-shared")]
     command = [*compile.compiler(), *flags, "-Wall", "-Wextra", "-Werror", "-fopenmp", "-fsyntax-only", str(source)]

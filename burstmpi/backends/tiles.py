@@ -378,7 +378,7 @@ _WIDE_FORWARD = {
     },
 }
 _WIDE_BACKWARD = {
-    # (queries, keys, warps, warps of S along queries x keys, of dK and dV along keys, of dQ along queries)
+    # (queries, keys, warps, warps of S along queries x keys, of dK and dV along keys, of dQ along queries[, least stages])
     ("float32", 0): {
         32: [(64, 64, 4, 2, 2, 4, 4), (32, 64, 4, 2, 2, 4, 4)],
         64: [(64, 64, 8, 4, 2, 4, 4), (32, 64, 4, 2, 2, 2, 2), (32, 32, 4, 2, 2, 2, 2)],
@@ -399,7 +399,7 @@ _WIDE_BACKWARD = {
         32: [(32, 32, 4, 2, 2, 4, 4)],
         64: [(32, 32, 4, 2, 2, 2, 2)],
         96: [(16, 32, 4, 2, 2, 2, 2)],
-        128: [(16, 32, 4, 1, 4, 2, 1)],
+        128: [(32, 32, 4, 2, 2, 2, 2, 2), (16, 32, 4, 1, 4, 2, 1)],
         192: [(16, 16, 4, 1, 2, 1, 1)],
         256: [(16, 16, 4, 1, 2, 1, 1)],
     },
@@ -423,9 +423,9 @@ _WIDE_QUERIES = {
     },
     ("float64", 1): {
         32: [(64, 32, 4)],
-        64: [(32, 32, 4)],
-        96: [(32, 16, 4)],
-        128: [(32, 16, 4)],
+        64: [(64, 32, 4)],
+        96: [(64, 16, 4)],
+        128: [(64, 16, 4), (32, 16, 4)],
         192: [(16, 16, 2)],
         256: [(16, 16, 2)],
     },
@@ -453,7 +453,7 @@ def _wide(table, source, arch, name, d, dv, stages, shared_of, extra=lambda row:
         for count in stages:
             q, v, p, line = _wide_sizes(name, dmma, d, dv, row[1])
             shared = shared_of(*row[:2], count, q, v, p, line)
-            if shared > limit:
+            if shared > limit or count < (row[7] if len(row) > 7 else 1):
                 continue
             # blocks side by side: by shared memory, and with all 255 registers that a thread may have
             resident = max(1, min((limit + 1024) // (shared + 1024), 65536 // (256 * 32 * row[2])))
@@ -469,7 +469,10 @@ def _wide(table, source, arch, name, d, dv, stages, shared_of, extra=lambda row:
 
 def wide_forward(arch: str, name: str, d: int, dv: int) -> Kernel:
     """Forward of float32 and float64: raw_kernels/wide_forward.cu."""
-    size = lambda nq, nk, stages, q, v, p, line: nq * (q + p) + nk * (q + v)  # noqa: E731
+
+    def size(nq, nk, stages, q, v, p, line):
+        return nq * (q + p) + nk * (q + v)
+
     return _wide(_WIDE_FORWARD, "wide_forward", arch, name, d, dv, (1,), size)
 
 
