@@ -58,12 +58,12 @@ def test_kernels_in_the_ring_with_every_type(comm, rule, layout, dtype, backward
 WAYS = list(product(TYPES, ("q", "kv"), ("staged", "direct")))  # 16: types × what travels × transports
 
 
-def quickly(comm, rule, layout, dtype, backward, transport):
+def quickly(comm, rule, layout, dtype, backward, transport, rendezvous=False):
     """Streams, marks, memory and messages of the CUDA backend; the kernels themselves by NumPy."""
     cupy = gpu()
     p, options, expected = case(rule, dtype)
     options = options | {"layout": layout_of(layout, LENGTH, LENGTH, comm), "backward": backward}
-    with attention(comm, transport, stage=200, quick=True, **options) as attn:
+    with attention(comm, transport, stage=200, quick=True, rendezvous=rendezvous, **options) as attn:
         check(run(cupy, attn, p), expected)
         assert (attn.stats.backend, attn.stats.transport, attn.stats.travels) == ("cuda", transport, backward)
 
@@ -82,4 +82,18 @@ def test_every_rule_and_layout(comm, rule, layout):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("rule", RULES)
 def test_every_rule_layout_type_way_and_transport(comm, rule, layout, dtype, backward, transport):
-    quickly(comm, rule, layout, dtype, backward, transport)
+    quickly(comm, rule, layout, dtype, backward, transport, rendezvous=True)
+
+
+@pytest.mark.mpi(ranks=(3, 4))
+@pytest.mark.parametrize("transport", ["staged", "direct"])
+@pytest.mark.parametrize("backward", ["q", "kv"])
+def test_gradients_that_come_home_early(comm, backward, transport):
+    """Some travellers end their way before others; their gradients, of many chunks, come home while the rest goes on."""
+    cupy = gpu()
+    length = 12 * comm.size
+    p = problem(length, batch=1, heads=2, kv_heads=2, d=8, dv=8, dtype="float32")
+    options = {"causal": True}
+    more = {"layout": "contiguous", "backward": backward, "deadline": 15}
+    with attention(comm, transport, 300, quick=True, rendezvous=True, **more, **options) as attn:
+        check(run(cupy, attn, p), truth(p, options))
