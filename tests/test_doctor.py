@@ -1,0 +1,125 @@
+"""python -m burstmpi doctor: conclusions from facts, and the whole command under MPI."""
+
+import re
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from gpu_kit import environment, gpu, simulation
+
+from burstmpi import doctor
+from burstmpi.doctor import Facts, examine, report
+
+GOOD = Facts(
+    0, 2, "node1", 2, "SLURM_STEP_NUM_TASKS", "Open MPI 5.0.7", "4.1.0", 4, (0, 1, 2, 3), "avx512", "", "14.0.0", "A100",
+    "sm_80", "0000:01:00.0", 13000, 13000, "", "", True, "MPIX_Query_cuda_support()",
+)  # fmt: skip
+OTHER = replace(GOOD, rank=1, cpus=(4, 5, 6, 7), bus="0000:02:00.0")
+
+
+def findings(**changes):
+    return examine([replace(GOOD, **changes), replace(OTHER, **changes)])
+
+
+def test_a_good_job_has_nothing_to_tell():
+    assert examine([GOOD, OTHER]) == []
+    text, well = report([GOOD, OTHER])
+    assert well and text.endswith("verdict: burstmpi works here, on CPUs and GPUs")
+    for word in ("node1", "A100", "sm_80", "Open MPI 5.0.7", "cores 4-7", "CUDA-aware: yes (MPIX_Query_cuda_support())", "kernels compile"):
+        assert word in text
+
+
+@pytest.mark.parametrize(
+    "changes, fatal, text, advice",
+    [
+        ({"threads": 8}, False, "node1: 2 ranks with 16 threads together on 8 cores", "OMP_NUM_THREADS=4"),
+        ({"cpus": (0,), "threads": 1}, False, "2 ranks with 2 threads together on 1 cores", "fewer ranks"),
+        ({"compile_error": "cc: not found"}, False, "no compiled host kernels: cc: not found", "install a C compiler"),
+        (
+            {"gpu": "", "gpu_error": "cudaErrorInsufficientDriver: CUDA driver version is insufficient"},
+            False, "no GPU: cudaErrorInsufficientDriver", "driver is older than CuPy's CUDA",
+        ),
+        ({"gpu": "", "gpu_error": "CuPy cannot be imported: No module"}, False, "CuPy cannot be imported", "pip install"),
+        ({"driver": 12040}, True, r"the driver \(CUDA 12.4\) is older than CuPy's toolkit \(13.0\)", "a newer driver"),
+        ({"kernel_error": "NVRTC not found"}, True, "CUDA kernels do not compile: NVRTC not found", "ctk"),
+        ({"bus": "0000:01:00.0"}, False, "share a GPU with another rank", "--gpus-per-task=1"),
+        ({"aware": False, "evidence": "none"}, False, r"MPI is not CUDA-aware \(none\)", "right as it is"),
+        ({"mpi4py": "3.1.6"}, True, "mpi4py 3.1.6 is older than 4.0.3", "pip install"),
+        ({"wrong": ["the small call on the GPU is wrong: out is off by 3"]}, True, "out is off by 3", "report"),
+    ],
+)  # fmt: skip
+def test_each_problem_is_told_with_what_to_do(changes, fatal, text, advice):
+    (finding,) = findings(**changes)
+    assert finding.fatal == fatal and advice in finding.advice
+    assert re.search(text, finding.text)
+
+
+def test_one_rank_without_a_gpu_among_others_is_a_problem():
+    (finding,) = examine([GOOD, replace(OTHER, gpu="", gpu_error="GPU: this process sees none")])
+    assert finding.fatal and finding.text == "rank 1: no GPU: GPU: this process sees none"
+
+
+def test_singletons():
+    (finding,) = examine([replace(GOOD, size=1)])
+    assert finding.fatal and "started 2 tasks" in finding.text and "srun --mpi=pmix" in finding.advice
+
+
+def test_usage():
+    for arguments, code in ((["--help"], 0), ([], 2), (["surgeon"], 2)):
+        run = subprocess.run([sys.executable, "-m", "burstmpi", *arguments], capture_output=True, text=True)
+        assert run.returncode == code and "python -m burstmpi doctor" in run.stdout + run.stderr
+
+
+@pytest.mark.mpi
+def test_on_cpus(comm, capsys, monkeypatch):
+    """As on a machine without CuPy."""
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.setattr(doctor.MPI, "COMM_WORLD", comm)
+    code = doctor.main()
+    text = capsys.readouterr().out
+    if comm.rank == 0:
+        assert code == 0 and f"forward and backward on {comm.size} ranks by host, transport host" in text
+        assert "CuPy cannot be imported" in text and text.rstrip().endswith("verdict: burstmpi works here, on CPUs")
+    else:
+        assert text == ""
+
+
+@pytest.mark.mpi(ranks=(1, 2))
+def test_on_gpus(comm, capsys, monkeypatch):
+    """On the PTX machine, with its own kernels on one rank; on more ranks with quick ones."""
+    simulation()
+    gpu()
+    from gpu_kit import quick_backend
+
+    if comm.size > 1:
+        monkeypatch.setattr("burstmpi.backends.cuda.CudaBackend", quick_backend())
+    monkeypatch.setattr(doctor, "SHAPE", (1, 6, 1, 8))
+    monkeypatch.setattr(doctor, "launched_tasks", lambda environ: ("", comm.size))  # the world may be larger
+    monkeypatch.setattr(doctor.MPI, "COMM_WORLD", comm)
+    with environment(BURSTMPI_CUDA_AWARE="0"):
+        code = doctor.main()
+    text = capsys.readouterr().out
+    if comm.rank == 0:
+        assert code == 0, text
+        assert f"forward and backward on {comm.size} ranks by cuda, transport staged (MPI is not CUDA-aware: " in text
+        assert "PTX machine sm_80" in text and "verdict: burstmpi works here, on CPUs and GPUs" in text
+        assert ("share a GPU with another rank" in text) == (comm.size > 1)
+
+
+@pytest.mark.mpi(ranks=(1, 2))
+def test_a_wrong_result_is_noticed(comm, capsys, monkeypatch):
+    from burstmpi.backends.host import HostBackend
+
+    real = HostBackend.attend
+
+    def off(self, q, k, v, out, lse, work, *, first, final=None):
+        real(self, q, k, v, out, lse, work, first=first, final=final)
+        out[...] += 1e-3 * (comm.rank == comm.size - 1)
+
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.setattr(HostBackend, "attend", off)
+    monkeypatch.setattr(doctor.MPI, "COMM_WORLD", comm)
+    assert doctor.main() == 1
+    text = capsys.readouterr().out
+    assert comm.rank > 0 or "PROBLEM: the small call on the CPU is wrong: out is off by" in text
