@@ -69,7 +69,25 @@ def forward_loops(kernel, arch) -> dict[str, Loop]:
     }
 
 
-LOOPS = {"forward": forward_loops}
+def gradient_loops(kernel, arch, products) -> dict[str, Loop]:
+    """A trip is one tile of queries and one of keys; the loop that masks selects for each score."""
+    told = kernel.defines
+    hmma = told["TILE_Q"] * told["TILE_K"] * products // 2048 // told["WARPS"] * (2 if arch == "75" else 1)
+    copies = {"STS": 2} if arch == "75" else {"LDGSTS": 2}
+    return {"full": Loop(hmma, copies), "cut": Loop(hmma, {"FSEL": told["CHUNK"] // 4})}
+
+
+def backward_loops(kernel, arch) -> dict[str, Loop]:
+    """Five products: S, dP, dV, dK, dQ."""
+    return gradient_loops(kernel, arch, 3 * kernel.defines["HEAD_DIM"] + 2 * kernel.defines["HEAD_DIM_V"])
+
+
+def backward_queries_loops(kernel, arch) -> dict[str, Loop]:
+    """Three products: S, dP, dQ."""
+    return gradient_loops(kernel, arch, 2 * kernel.defines["HEAD_DIM"] + kernel.defines["HEAD_DIM_V"])
+
+
+LOOPS = {"forward": forward_loops, "backward": backward_loops, "backward_queries": backward_queries_loops}
 
 
 @dataclass(frozen=True)
@@ -93,7 +111,7 @@ def occupancy(arch: str, registers: int, shared: int, warps: int) -> int:
 
 def figures(direction: str, arch: str, dtype: str, d: int, dv: int | None = None) -> Figures:
     """Compile an entry of the table and read its SASS."""
-    kernel = getattr(tiles, direction)(arch, dtype, d, dv or d)
+    kernel = tiles.kernel(direction, arch, dtype, d, dv or d)
     cubin = sass.compiled(kernel, arch)
     listing = cubin.kernel(direction)
     loops = LOOPS[direction](kernel, arch)
@@ -150,7 +168,7 @@ def counts(d: int, arch="80", rows_q=256, rows_k=1024, **options) -> dict:
 
 def table(archs, dims, dtypes, directions) -> None:
     head = ("kernel", "sm", "type", "d", "x", "x cut", "ratio", "LDL/STL", "regs", "stack", "blocks", "NOP", "s")
-    print("%-9s %4s %-9s %7s %6s %6s %6s %8s %5s %6s %7s %4s %5s  cycles of a trip" % head)
+    print("%-16s %4s %-9s %7s %6s %6s %6s %8s %5s %6s %7s %4s %5s  cycles of a trip" % head)
     for direction in directions:
         for arch in archs:
             for d, dv in dims:
@@ -163,7 +181,7 @@ def table(archs, dims, dtypes, directions) -> None:
                     row = (direction, arch, dtype, d if d == dv else f"{d}/{dv}", f.full.x_without_nops, cut, cut / f.full.x, f.full.local,
                            f.listing.registers, f.listing.stack, f.occupancy, f.full.nops, f.seconds)  # fmt: skip
                     text = ", ".join(f"{name} {value:.0f}" for name, value in model.items())
-                    print("%-9s %4s %-9s %7s %6.3f %6.3f %6.2f %8d %5d %6d %7d %4d %5.1f  %s: %s" % (*row, text, bound(model)), flush=True)
+                    print("%-16s %4s %-9s %7s %6.3f %6.3f %6.2f %8d %5d %6d %7d %4d %5.1f  %s: %s" % (*row, text, bound(model)), flush=True)
 
 
 def beside_flash(archs, directions) -> None:
