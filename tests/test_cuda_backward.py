@@ -275,7 +275,7 @@ CLEAN = [("backward", arch, d, with_dq) for arch, d, with_dq in [("80", 96, 1), 
 @needs_nvdisasm
 @pytest.mark.parametrize("direction, arch, d, with_dq", CLEAN)
 def test_nothing_in_local_memory(direction, arch, d, with_dq):
-    listing, full, cut = paths(direction, arch, "bfloat16", d, d, WITH_DQ=with_dq)
+    _, full, cut = paths(direction, arch, "bfloat16", d, d, WITH_DQ=with_dq)
     assert full.local == 0 and cut.local == 0
 
 
