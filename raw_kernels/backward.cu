@@ -42,7 +42,7 @@ constexpr int DQ_WARPS = DQ_ROWS * DQ_COLUMNS, DQ_FRAGMENTS = TILE_Q / DQ_ROWS /
 constexpr int K_BYTES = 2 * HEAD_DIM, V_BYTES = 2 * HEAD_DIM_V, S_BYTES = 2 * TILE_Q; /* of a row */
 /* Without dQ nothing stands in the room of dS: V goes there, and registers are free. */
 constexpr bool V_FOR_DS = !WITH_DQ && SHARERS == 1 && V_BYTES <= S_BYTES;
-constexpr int V_HELD = V_FOR_DS ? 0 : V_KEPT, PINNED = V_FOR_DS ? 116 : PINS, AT_ONCE = V_FOR_DS ? PART : CHUNK;
+constexpr int V_HELD = V_FOR_DS ? 0 : V_KEPT, PINNED = V_FOR_DS ? 372 : PINS, AT_ONCE = V_FOR_DS ? PART : CHUNK;
 constexpr bool V_STAYS = V_HELD == V_STEPS;                                     /* all of V in registers */
 constexpr bool MIDDLE_BARRIER = WITH_DQ || SHARERS > 1 || STAGES == 1;
 
@@ -169,6 +169,7 @@ struct Warp {
         keys_s = S_BYTES == K_BYTES ? keys_k : opaque_uniform(group * FRAGMENTS * 16 * S_BYTES);
         own_q = SHARERS > 1 ? opaque_uniform(sharer * OWN * K_BYTES) : 0;
         own_do = V_BYTES == K_BYTES ? own_q : SHARERS > 1 ? opaque_uniform(sharer * OWN * V_BYTES) : 0;
+        if (!(PINNED & 256)) rows = opaque(shared + ROWS_AT + (lane & 3) * 16 + sharer * OWN * 8);
 #if __CUDA_ARCH__ >= 900
         put = SHARERS == 1 && S_BYTES == K_BYTES ? k_rows
                                                  : opaque(shared + swizzled<S_BYTES>(row, sharer * OWN / 8 + chunk));
@@ -282,10 +283,10 @@ struct Warp {
         if (PINNED & 4) asm volatile("" : "+r"(q_columns), "+r"(do_columns), "+r"(partner));
         if (PINNED & 8) asm volatile("" : "+r"(dq_rows), "+r"(dq_keys));
         if (V_BYTES == K_BYTES) v_rows = k_rows, do_rows = q_rows;
-        rows = shared + ROWS_AT + (lane_again() & 3) * 16 + sharer * OWN * 8;
+        if (PINNED & 256) rows = shared + ROWS_AT + (lane_again() & 3) * 16 + sharer * OWN * 8;
     }
 
-    /* Likewise it would start loads too early: none passes a fence (16, 32, 64 of PINS). */
+    /* Likewise it would start loads too early: none passes a fence (16, 32, 64, 128 of PINS). */
     template <int WHICH> __device__ __forceinline__ void fence()
     {
         if (PINNED & WHICH) __syncwarp();
@@ -408,6 +409,7 @@ struct Warp {
         UNROLL for (int start = 0; start < DQ_BLOCKS; start += TAKEN) {
             float dq[DQ_FRAGMENTS][2 * TAKEN][4];
             UNROLL for (int step = 0; step < TILE_K / 16; step++) {
+                if (step % 2 == 0) fence<128>();
                 u32 a[DQ_FRAGMENTS][4];
                 UNROLL for (int m = 0; m < DQ_FRAGMENTS; m++)
                     ldmatrix_trans(a[m], along<S_BYTES>(dq_rows, 2 * m) + DS_AT + step * 16 * S_BYTES);

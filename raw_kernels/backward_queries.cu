@@ -67,7 +67,9 @@ struct Walk {
 
 struct Warp {
     const Block &block;
-    int lane, warp;
+    u32 lane, warp;
+    int kv_head;
+    bool plain;            /* no column to be filled up, rows of K and V less than 32 MB apart */
     u32 shared;
     Item item;
     Scoring scoring;
@@ -81,7 +83,6 @@ struct Warp {
     u32 k_rows, v_rows;    /* rows lane % 8 + 8 (lane / 16), chunk lane / 8 % 2: B operands */
     u32 own_q, own_do;     /* the warp's queries */
     u32 positions;         /* of this lane's first keys */
-    u32 to_k, to_v;        /* copies: this thread's first row and chunk */
 
     typedef Carry<TILE_Q, HEAD_DIM, WARPS> CarryQ;
     typedef Carry<TILE_Q, HEAD_DIM_V, WARPS> CarryDO;
@@ -101,9 +102,6 @@ struct Warp {
         own_q = opaque_uniform(warp * FRAGMENTS * 16 * K_BYTES);
         own_do = V_BYTES == K_BYTES ? own_q : opaque_uniform(warp * FRAGMENTS * 16 * V_BYTES);
         positions = opaque(shared + POS_AT + (lane & 3) * 8);
-        to_k = opaque(shared + STAGE_AT + swizzled<K_BYTES>(CarryK::row(warp, lane), CarryK::chunk(warp, lane)));
-        to_v = V_BYTES == K_BYTES ? to_k + K_ROOM
-                                  : opaque(shared + STAGE_AT + K_ROOM + swizzled<V_BYTES>(CarryV::row(warp, lane), CarryV::chunk(warp, lane)));
     }
 
     /* ------------------------------------------------------------ copies */
@@ -118,21 +116,20 @@ struct Warp {
     /* Ask for a tile of keys: K, V, and the positions where they are wanted. */
     __device__ __forceinline__ void fetch(const Walk &walk, u32 stage, u32 pos_stage)
     {
-        const int lane = lane_again(); /* not kept in registers through the loop */
-        const int kv_head = item.head / (block.heads / block.kv_heads);
-        const int first_k = walk.tile * TILE_K + CarryK::row(warp, lane), chunk_k = CarryK::chunk(warp, lane);
-        const int first_v = walk.tile * TILE_K + CarryV::row(warp, lane), chunk_v = CarryV::chunk(warp, lane);
-        const char *k = block.k.data + item.batch * block.k.batch + kv_head * block.k.head;
-        const char *v = block.v.data + item.batch * block.v.batch + kv_head * block.v.head;
-        if (block.d == HEAD_DIM && block.dim_v == HEAD_DIM_V && (walk.tile + 1) * TILE_K <= block.rows_k) {
-            CarryK::all(warp, to_k + stage, k + ((u32)first_k * (u64)block.k.row + 16 * (u32)chunk_k), block.k.row);
-            CarryV::all(warp, to_v + stage, v + ((u32)first_v * (u64)block.v.row + 16 * (u32)chunk_v), block.v.row);
+        const u32 thread = thread_index(), lane = thread & 31, warp = thread >> 5; /* not kept in registers through the loop */
+        const u32 row_k = CarryK::row(warp, lane), chunk_k = CarryK::chunk(warp, lane);
+        const u32 row_v = CarryV::row(warp, lane), chunk_v = CarryV::chunk(warp, lane);
+        const u32 to_k = shared + (STAGE_AT + stage) + swizzled<K_BYTES>(row_k, chunk_k);
+        const u32 to_v = shared + (STAGE_AT + K_ROOM + stage) + swizzled<V_BYTES>(row_v, chunk_v);
+        if (plain && (walk.tile + 1) * TILE_K <= block.rows_k) {
+            CarryK::all(warp, to_k, near(block.k, walk) + (row_k * (u32)block.k.row + 16 * chunk_k), block.k.row);
+            CarryV::all(warp, to_v, near(block.v, walk) + (row_v * (u32)block.v.row + 16 * chunk_v), block.v.row);
         } else {
-            const int last = block.rows_k - 1;
-            CarryK::some(warp, to_k + stage, k + min(first_k, last) * block.k.row + 16 * chunk_k, block.k.row,
-                         block.rows_k - first_k, block.d / 8 - chunk_k);
-            CarryV::some(warp, to_v + stage, v + min(first_v, last) * block.v.row + 16 * chunk_v, block.v.row,
-                         block.rows_k - first_v, block.dim_v / 8 - chunk_v);
+            const int first_k = walk.tile * TILE_K + row_k, first_v = walk.tile * TILE_K + row_v, last = block.rows_k - 1;
+            CarryK::some(warp, to_k, at_row(block.k, item.batch, min(first_k, last), kv_head) + 16 * chunk_k, block.k.row,
+                         block.rows_k - first_k, block.d / 8 - (int)chunk_k);
+            CarryV::some(warp, to_v, at_row(block.v, item.batch, min(first_v, last), kv_head) + 16 * chunk_v, block.v.row,
+                         block.rows_k - first_v, block.dim_v / 8 - (int)chunk_v);
         }
         const int key = 32 * warp + lane;
         if ((walk.cut || BURST_ALIBI) && key < TILE_K) {
@@ -140,6 +137,12 @@ struct Warp {
             copy4_or_zero(shared + POS_AT + pos_stage + 4 * key, block.pos + (there ? walk.tile * TILE_K + key : 0), there);
         }
         copies_commit();
+    }
+
+    /* The first row of a tile, where strides are small numbers (plain). */
+    __device__ __forceinline__ const char *near(const Tensor &x, const Walk &walk) const
+    {
+        return x.data + item.batch * x.batch + kv_head * x.head + (u64)(u32)(walk.tile * TILE_K) * (u32)x.row;
     }
 
     /* ------------------------------------------------------------ one tile of keys */
@@ -163,6 +166,7 @@ struct Warp {
     __device__ __forceinline__ void keys(u32 stage, u32 pos_stage, const int2 (&sight)[FRAGMENTS][2], const int (&at)[FRAGMENTS][2], int keys)
     {
         UNROLL for (int chunk = 0; chunk < TILE_K / CHUNK; chunk++) {
+            if (FENCES & 1) __syncwarp(); /* loads do not start in the chunk before: registers */
             const u32 k_chunk = stage + (STAGE_AT + chunk * CHUNK * K_BYTES);
             const u32 v_chunk = stage + (STAGE_AT + K_ROOM + chunk * CHUNK * V_BYTES);
 
@@ -202,6 +206,7 @@ struct Warp {
             }
 
             UNROLL for (int part = 0; part < CHUNK / PART; part++) {
+                if (FENCES & 2) __syncwarp();
                 /* dP = dO Vᵀ - delta */
                 float dp[FRAGMENTS][PART / 8][4];
                 UNROLL for (int step = 0; step < V_STEPS; step++) {
@@ -225,6 +230,7 @@ struct Warp {
                             if (BURST_SOFTCAP) ds0 *= bend[m][of_chunk][j], ds1 *= bend[m][of_chunk][j + 1];
                             ds_frag[m][i] = pack(ds0, ds1);
                         }
+                    if (FENCES & 4) __syncwarp();
                     /* dQ += dS K */
                     UNROLL for (int column = 0; column < K_STEPS; column++) {
                         u32 b[4];
@@ -272,6 +278,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) backward_queries
     w.lane = threadIdx.x & 31;
     w.warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
     w.item = work_item(block, blockIdx.x, block.heads, block.tiles_q, 1);
+    w.kv_head = w.item.head / (block.heads / block.kv_heads);
+    w.plain = block.d == HEAD_DIM && block.dim_v == HEAD_DIM_V && ((block.k.row | block.v.row) >> 25) == 0;
     w.place(shared_address(shared_memory));
     w.scoring.of_head(block, w.item.head);
     UNROLL for (int m = 0; m < FRAGMENTS; m++) UNROLL for (int n = 0; n < HEAD_DIM / 8; n++) UNROLL for (int i = 0; i < 4; i++) w.dq[m][n][i] = 0;

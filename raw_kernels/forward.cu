@@ -6,7 +6,7 @@
  *     K stage 0 | K stage 1   --ldmatrix-->          S = Q K'                  [32, TILE_K]   registers, a chunk of keys at a time
  *     V stage 0 | V stage 1                          P = 2^(S c - m)           [32, TILE_K]   packed to TYPE in registers
  *        ^  cp.async, one tile ahead  --ldmatrix.t-> O = O + P V               [32, HEAD_DIM_V]  registers, float32
- *     Q in the order of fragments, or not at all where registers hold it; positions, intervals, a desk a warp
+ *     Q in the order of fragments, or not at all where registers hold it; positions, a desk a warp
  *
  *     for tiles of keys that this tile of queries sees, from the last to the first, cut ones of 32 first:
  *         wait for the tile; barrier; ask for the next one
@@ -29,17 +29,17 @@
 #include "forward_state.cuh"
 
 /* Bytes of rows that the main loop's 32-bit steps can hold. */
-constexpr i64 NEAR = 1 << 24;
+constexpr i64 NEAR = 1 << 21;
 
 /* A tile of K, or of V, into shared memory: any tile, whole or not. */
 template <int DIM> DEVICE void ask_rows(u32 to, const char *rows, i64 distance, int tile, int whole, int count, int columns)
 {
-    const int first = tile * TILE_K;
     const u32 thread = thread_index();
     if (agreed(tile < whole))
-        copy_tile<DIM>(to + Share<DIM>::target(thread), share_of<DIM>(rows, (int)distance, first, thread), (int)distance * Share<DIM>::PASS, columns);
+        copy_tile<DIM>(to + Share<DIM>::target(thread), (to + Share<DIM>::target(thread)) ^ 64,
+                       share_of<DIM>(rows, (int)distance, tile * TILE_K, thread), (int)distance * Share<DIM>::PASS, columns);
     else
-        copy_rows<DIM, TILE_K>(to, rows, distance, first, count, columns);
+        copy_rows<DIM, TILE_K>(to, rows, distance, tile * TILE_K, count, columns);
 }
 
 DEVICE void ask_keys(u32 smem, const Block &block, const Desk &desk, int tile, int stage)
@@ -78,11 +78,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const __grid_const
             desk.begin = (i64)block.tiles_k * item.split / block.splits;
             desk.window = (i64)block.tiles_k * (item.split + 1) / block.splits;
             desk.cut = desk.full = 0;
+            desk.started = !fresh, desk.seen = 0;
             desk.whole = block.k.row < NEAR && block.v.row < NEAR ? block.rows_k / TILE_K : 0;
         }
         __syncwarp();
         load_queries(state, smem, block, item, warp, lane);
-        load_intervals(smem, desk, block, warp, lane);
+        load_reach(desk, block, warp, lane);
     }
 
     /* stage 1 first: one tile the general way, then the main loop can begin at stage 0 */
@@ -104,34 +105,31 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const __grid_const
         at.v[i] = opaque((smem + V_SMEM + PagesV::at(lane % 16, lane / 16)) ^ (32 * i));
     at.q = opaque(smem + Q_SMEM + warp * (SLABS * STEPS_D * 512) + lane * 16);
     const u32 to_k = opaque(smem + K_SMEM + Share<HEAD_DIM>::target(threadIdx.x));
-    const u32 to_v = opaque(smem + V_SMEM + Share<HEAD_DIM_V>::target(threadIdx.x));
-    bool started = !fresh; /* most rows have a reference */
-    bool seen = false;     /* all rows of this warp have one */
-
+    const u32 to_k_other = opaque(to_k ^ 64); /* the other half of a row */
+    const bool alike = PagesK::ROW == PagesV::ROW && Share<HEAD_DIM>::HALVES == Share<HEAD_DIM_V>::HALVES;
+    const u32 to_v = alike ? to_k + V_SMEM - K_SMEM : opaque(smem + V_SMEM + Share<HEAD_DIM_V>::target(threadIdx.x));
+    const u32 to_v_other = alike ? to_k_other + V_SMEM - K_SMEM : opaque(to_v ^ 64);
     NO_UNROLL while (agreed(now.tile >= 0)) {
 #if !BENT
-        if (agreed(!now.kind) && agreed(stage == 0 && started && desk.whole)) {
+        if (agreed(!now.kind) && agreed(stage == 0 && desk.started && desk.whole)) {
             /* ---------------- the main loop: full tiles that another one follows, two a trip.  `now` is on its way into stage 0 */
-            const int step_k = opaque((int)block.k.row * Share<HEAD_DIM>::PASS);
-            const int step_v = opaque((int)block.v.row * Share<HEAD_DIM_V>::PASS);
-            /* This thread's part of the tile to be asked for next: the one below.  V with one stage: of the tile at hand. */
-            const int row = now.tile * TILE_K;
-            const char *from_k = share_of<HEAD_DIM>(desk.k, (int)block.k.row, row - TILE_K, thread_index());
-            const char *from_v = share_of<HEAD_DIM_V>(desk.v, (int)block.v.row, row - (V_STAGES - 1) * TILE_K, thread_index());
+            /* Where this thread's part of the tile to be asked for next begins: the one below.  V with one stage: the one at hand. */
+            const char *from_k = share_of<HEAD_DIM>(desk.k, (int)block.k.row, (now.tile - 1) * TILE_K, thread_index());
+            const char *from_v = share_of<HEAD_DIM_V>(desk.v, (int)block.v.row, (now.tile - (V_STAGES - 1)) * TILE_K, thread_index());
+            const int step_k = (int)block.k.row * Share<HEAD_DIM>::PASS, step_v = (int)block.v.row * Share<HEAD_DIM_V>::PASS;
             int ahead = run_below(desk, now.tile); /* tiles of the run that are not asked for yet */
             /* wait for the tile in `stage`, and ask for the next one */
             auto turn = [&](int stage) {
                 copies_wait<0>();
                 __syncthreads();
                 if (V_STAGES == 1) {
-                    copy_tile<HEAD_DIM_V>(to_v, from_v, step_v, block.dim_v);
+                    copy_tile<HEAD_DIM_V>(to_v, to_v_other, from_v, step_v, block.dim_v);
                     copies_commit();
                 }
-                copy_tile<HEAD_DIM>(to_k + (1 - stage) * K_BYTES, from_k, step_k, block.d);
-                if (V_STAGES == 2) copy_tile<HEAD_DIM_V>(to_v + (1 - stage) * V_BYTES, from_v, step_v, block.dim_v);
+                copy_tile<HEAD_DIM>(to_k + (1 - stage) * K_BYTES, to_k_other + (1 - stage) * K_BYTES, from_k, step_k, block.d);
+                if (V_STAGES == 2) copy_tile<HEAD_DIM_V>(to_v + (1 - stage) * V_BYTES, to_v_other + (1 - stage) * V_BYTES, from_v, step_v, block.dim_v);
                 copies_commit();
-                from_k = stepped(from_k, step_k, -TILE_K / Share<HEAD_DIM>::PASS);
-                from_v = stepped(from_v, step_v, -TILE_K / Share<HEAD_DIM_V>::PASS);
+                from_k -= (i64)block.k.row * TILE_K, from_v -= (i64)block.v.row * TILE_K;
                 ahead--;
             };
             const Mask none = {0, 0, false, false};
@@ -139,11 +137,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const __grid_const
             NO_UNROLL for (;;) {
                 if (agreed(ahead == 0) && !run_goes_on(block, desk, ahead)) break;
                 turn(0);
-                if (!take_tile<false>(state, at, 0, 0, c, none)) take_classic(state, at, 0, 0, c, none, Bend{});
+                if (!take_tile<false>(state, block, at, 0, 0, c, none)) take_classic(state, block, at, 0, 0, c, none, Bend{});
                 stage = 1;
                 if (agreed(ahead == 0) && !run_goes_on(block, desk, ahead)) break;
                 turn(1);
-                if (!take_tile<false>(state, at, K_BYTES, OTHER_V, c, none)) take_classic(state, at, K_BYTES, OTHER_V, c, none, Bend{});
+                if (!take_tile<false>(state, block, at, K_BYTES, OTHER_V, c, none)) take_classic(state, block, at, K_BYTES, OTHER_V, c, none, Bend{});
                 stage = 0;
             }
             now = {desk.lowest, FULL}; /* the last one goes the general way */
@@ -160,26 +158,31 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const __grid_const
         ask(smem, block, desk, next, 1 - stage);
         copies_commit();
         const int offset_k = stage * K_BYTES, offset_v = V_STAGES == 2 ? stage * V_BYTES : 0;
-        const Mask mask = {smem + POSITIONS_SMEM + stage * (TILE_K * 4) + lane % 4 * 8, smem + ROWS_SMEM + (warp * WARP_ROWS + lane / 4) * 8,
+        const u32 thread = thread_index(), lane = thread % 32;
+        const Mask mask = {smem + POSITIONS_SMEM + stage * (TILE_K * 4) + lane % 4 * 8, desk.item.tile * TILE_Q + thread / 32 * WARP_ROWS + lane / 4,
                            agreed(now.kind & LOW), agreed(now.kind & HIGH)};
         await_values(); /* by all warps at one place, whatever each does then */
         if (agreed(!(now.kind & HIDDEN))) {
 #if BENT
-            const int row = desk.item.tile * TILE_Q + warp * WARP_ROWS + lane / 4;
-            const Bend bend = {(float)block.scale, (float)block.softcap, BURST_ALIBI ? block.slopes[desk.item.head] : 0.f, block.at + row, block.rows_q - row};
-            take_classic(state, at, offset_k, offset_v, c, mask, bend);
+            const Bend bend = {(float)block.scale, (float)block.softcap, BURST_ALIBI ? block.slopes[desk.item.head] : 0.f,
+                               block.at + mask.row, block.rows_q - mask.row};
+            take_classic(state, block, at, offset_k, offset_v, c, mask, bend);
 #else
-            if (agreed(!seen)) {
+            bool seen = agreed(desk.seen);
+            if (!seen) {
                 float most = state.minus_m[0][0];
                 UNROLL for (int slab = 0; slab < SLABS; slab++)
                     most = fmaxf(most, fmaxf(state.minus_m[slab][0], state.minus_m[slab][1]));
                 seen = !__any_sync(~0u, most == INFINITE);
+                if (lane == 0) desk.seen = seen;
+                __syncwarp();
             }
-            if (agreed(!seen) || !take_tile<true>(state, at, offset_k, offset_v, c, mask))
-                take_classic(state, at, offset_k, offset_v, c, mask, Bend{});
+            if (!seen || !take_tile<true>(state, block, at, offset_k, offset_v, c, mask))
+                take_classic(state, block, at, offset_k, offset_v, c, mask, Bend{});
 #endif
         }
-        started = true;
+        if (lane == 0) desk.started = 1;
+        __syncwarp();
         stage = 1 - stage;
         now = next;
     }

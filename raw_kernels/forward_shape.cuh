@@ -54,8 +54,7 @@ constexpr int TILES_END = V_SMEM + V_STAGES * V_BYTES;
 /* Q: [warp][slab][k16 step][lane] fragments of 16 bytes.  Where they stay in registers, K and V's room is used to get there. */
 constexpr int Q_SMEM = Q_IN_REGISTERS ? 0 : TILES_END;
 constexpr int POSITIONS_SMEM = Q_IN_REGISTERS ? (Q_BYTES > TILES_END ? Q_BYTES : TILES_END) : TILES_END + Q_BYTES; /* [2 stages][TILE_K] int */
-constexpr int ROWS_SMEM = POSITIONS_SMEM + 2 * TILE_K * 4;     /* [TILE_Q] int2 {lo, hi} */
-constexpr int DESK_SMEM = ROWS_SMEM + TILE_Q * 8;              /* [WARPS] Desk */
+constexpr int DESK_SMEM = POSITIONS_SMEM + 2 * TILE_K * 4;     /* [WARPS] Desk */
 constexpr int SHARED_BYTES = DESK_SMEM + WARPS * DESK_BYTES;
 
 static_assert(SHARED_BYTES == SHARED, "tiles.py and the kernel disagree on shared memory");
@@ -73,6 +72,8 @@ struct Desk {
     u32 hidden;        /* of the cut ones: this warp sees nothing of it */
     u32 low, high;     /* some pair of this warp has pos < lo; pos >= hi */
     int lowest;        /* tile of the run of full tiles that the main loop is in */
+    int started;       /* a tile has been taken in, or a state: most rows have a reference */
+    int seen;          /* all rows of this warp have one */
 };
 static_assert(sizeof(Desk) <= DESK_BYTES, "tiles.py knows it");
 
@@ -88,7 +89,7 @@ struct Next {
 /* Look at 32 tiles further down.  The whole warp calls it; all warps find the same, but for what their own rows see. */
 DEVICE void look_down(const Block &block, Desk &desk)
 {
-    const int lane = threadIdx.x % 32, end = desk.window, window = max(desk.begin, end - 32), tile = window + lane;
+    const int lane = thread_index() % 32, end = desk.window, window = max(desk.begin, end - 32), tile = window + lane;
     const int4 reach = desk.reach;
     const Look look = look_at_keys(block, block.reach[desk.item.tile], window, end);
     const int2 extent = tile < end ? block.extent[tile] : int2{0, 0};
@@ -117,7 +118,7 @@ DEVICE Next next_tile(const Block &block, Desk &desk)
     if (agreed(cut))
         next.kind = CUT | (desk.hidden & one ? HIDDEN : 0) | (desk.low & one ? LOW : 0) | (desk.high & one ? HIGH : 0);
     __syncwarp();
-    if (threadIdx.x % 32 == 0) {
+    if (thread_index() % 32 == 0) {
         if (next.kind) desk.cut = cut ^ one;
         else desk.full = full ^ one;
     }
@@ -132,7 +133,7 @@ DEVICE int run_below(Desk &desk, int tile)
     const u32 full = desk.full, below = bit ? full << (32 - bit) : 0;
     const int run = __clz(~below); /* at most 31, as bit is */
     __syncwarp();
-    if (threadIdx.x % 32 == 0) {
+    if (thread_index() % 32 == 0) {
         desk.full = full & ~(((1u << run) - 1) << (bit - run));
         desk.lowest = tile - run;
     }
@@ -148,7 +149,7 @@ DEVICE bool run_goes_on(const Block &block, Desk &desk, int &ahead)
     const Next next = next_tile(block, desk);
     if (agreed(next.tile < 0)) return false;
     if (agreed(next.kind || next.tile != lowest - 1)) { /* put it back */
-        if (threadIdx.x % 32 == 0) {
+        if (thread_index() % 32 == 0) {
             const u32 bit = 1u << (next.tile - desk.window);
             if (next.kind) desk.cut |= bit;
             else desk.full |= bit;
@@ -162,29 +163,39 @@ DEVICE bool run_goes_on(const Block &block, Desk &desk, int &ahead)
 
 /* ---------------------------------------------------------------- copies */
 
-/* A thread copies the 16-byte piece `piece` of rows row, row + PASS, ... of a tile, in each page. */
+/* A thread copies rows row, row + PASS, ... of a tile: of each page the 16-byte piece `piece` and, where a row has 8 of
+ * them, piece + 4.  So four lanes take 64 bytes of a row side by side (whole sectors), and the main loop has half as many
+ * rows to step to.  Lanes 0-3 and 4-7 are four rows apart: their pieces, swapped by the XOR, fill all banks together. */
 template <int DIM> struct Share {
-    static constexpr int PASS = THREADS / Pages<DIM>::PIECES; /* rows of a pass: a multiple of 8, so the XOR stays the same */
+    static constexpr int HALVES = Pages<DIM>::PIECES == 8 && TILE_K % (THREADS / 4) == 0 ? 2 : 1;
+    static constexpr int LANES = Pages<DIM>::PIECES / HALVES;   /* of a row */
+    static constexpr int PASS = THREADS / LANES;                /* rows of a pass: a multiple of 8, so the XOR stays the same */
     static_assert(PASS % 8 == 0, "rows of a pass");
 
-    static DEVICE_MEMBER int row(u32 thread) { return thread / Pages<DIM>::PIECES; }
-    static DEVICE_MEMBER int piece(u32 thread) { return thread % Pages<DIM>::PIECES; }
+    static DEVICE_MEMBER int row(u32 thread)
+    {
+        const u32 i = thread / LANES;
+        return HALVES == 2 ? (i & ~7u) | (i >> 1 & 3) | (i & 1) << 2 : i;
+    }
+    static DEVICE_MEMBER int piece(u32 thread) { return thread % LANES; }
     static DEVICE_MEMBER u32 target(u32 thread) { return Pages<DIM>::at(row(thread), piece(thread)); }
 };
 
-/* A whole tile of keys.  from: this thread's piece in its first row; step: bytes of PASS rows. */
-template <int DIM> DEVICE void copy_tile(u32 to, const char *from, int step, int columns)
+/* A whole tile of keys.  to: this thread's piece, and piece + 4, which lie in the other half of a row; from: the piece in
+ * its first row; step: bytes of PASS rows. */
+template <int DIM> DEVICE void copy_tile(u32 to, u32 to_other, const char *from, int step, int columns)
 {
     typedef Pages<DIM> P;
-    constexpr int PASS = Share<DIM>::PASS;
-    static_assert(TILE_K % PASS == 0, "a tile of keys is a whole number of passes");
-    UNROLL for (int i = 0; i < TILE_K / PASS; i++)
-        UNROLL for (int page = 0; page < P::COUNT; page++) {
-            const u32 target = to + page * (TILE_K * P::ROW) + i * (PASS * P::ROW);
-            const char *source = (i ? stepped(from, step, i) : from) + page * P::ROW;
-            if (PADDED) copy16_or_zero(target, source, (page * P::PIECES + Share<DIM>::piece(threadIdx.x)) * 8 < columns);
-            else copy16(target, source);
-        }
+    typedef Share<DIM> S;
+    static_assert(TILE_K % S::PASS == 0, "a tile of keys is a whole number of passes");
+    UNROLL for (int i = 0; i < TILE_K / S::PASS; i++)
+        UNROLL for (int page = 0; page < P::COUNT; page++)
+            UNROLL for (int half = 0; half < S::HALVES; half++) {
+                const u32 target = (half ? to_other : to) + page * (TILE_K * P::ROW) + i * (S::PASS * P::ROW);
+                const char *source = from + (i64)step * i + page * P::ROW + half * 64;
+                if (PADDED) copy16_or_zero(target, source, (page * P::PIECES + half * 4 + S::piece(thread_index())) * 8 < columns);
+                else copy16(target, source);
+            }
 }
 
 /* Where a thread's part of a tile of keys begins, in rows whose distance fits 32 bits. */
@@ -197,17 +208,19 @@ template <int DIM> DEVICE const char *share_of(const char *rows, int distance, i
 template <int DIM, int ROWS> DEVICE void copy_rows(u32 to, const char *rows, i64 distance, int first, int count, int columns)
 {
     typedef Pages<DIM> P;
-    constexpr int PASS = Share<DIM>::PASS;
+    typedef Share<DIM> S;
     const u32 thread = thread_index();
-    const int row = Share<DIM>::row(thread), piece = Share<DIM>::piece(thread);
+    const int row = S::row(thread), piece = S::piece(thread);
     const char *from = rows + (first + row) * distance + piece * 16;
-    const u32 target = to + Share<DIM>::target(thread);
-    UNROLL for (int i = 0; i < (ROWS + PASS - 1) / PASS; i++)
-        UNROLL for (int page = 0; page < P::COUNT; page++) {
-            const bool there = first + row + i * PASS < count && (!PADDED || (page * P::PIECES + piece) * 8 < columns);
-            if (ROWS % PASS == 0 || row + i * PASS < ROWS)
-                copy16_or_zero(target + page * (ROWS * P::ROW) + i * (PASS * P::ROW), from + i * PASS * distance + page * P::ROW, there);
-        }
+    const u32 target = to + S::target(thread);
+    static_assert(ROWS % S::PASS == 0, "a tile is a whole number of passes");
+    UNROLL for (int i = 0; i < ROWS / S::PASS; i++)
+        UNROLL for (int page = 0; page < P::COUNT; page++)
+            UNROLL for (int half = 0; half < S::HALVES; half++) {
+                const bool there = first + row + i * S::PASS < count && (!PADDED || (page * P::PIECES + half * 4 + piece) * 8 < columns);
+                copy16_or_zero((target ^ half * 64) + page * (ROWS * P::ROW) + i * (S::PASS * P::ROW),
+                               from + i * S::PASS * distance + page * P::ROW + half * 64, there);
+            }
 }
 
 /* Positions of a tile of keys; a key that is not there is out of every query's sight. */

@@ -47,19 +47,15 @@ DEVICE void load_queries(State &state, u32 smem, const Block &block, const Item 
 #endif
 }
 
-/* Intervals of the tile's rows to shared memory, and the reach of the warp's rows to its desk. */
-DEVICE void load_intervals(u32 smem, Desk &desk, const Block &block, int warp, int lane)
+/* The reach of the warp's own rows, to its desk. */
+DEVICE void load_reach(Desk &desk, const Block &block, int warp, int lane)
 {
     int4 reach = {2147483647, -2147483647 - 1, -2147483647 - 1, 2147483647};
-    if (lane < WARP_ROWS) {
-        const int i = warp * WARP_ROWS + lane, row = desk.item.tile * TILE_Q + i;
-        int2 interval = {2147483647, -2147483647 - 1};
-        if (row < block.rows_q) {
-            interval = {block.lo[row], block.hi[row]};
-            if (interval.x < interval.y) reach.x = interval.x, reach.y = interval.y;
-            reach.z = interval.x, reach.w = interval.y;
-        }
-        asm volatile("st.shared.v2.b32 [%0], {%1,%2};" :: "r"(smem + ROWS_SMEM + 8 * i), "r"(interval.x), "r"(interval.y) : "memory");
+    const int row = desk.item.tile * TILE_Q + warp * WARP_ROWS + lane;
+    if (lane < WARP_ROWS && row < block.rows_q) {
+        const int lo = block.lo[row], hi = block.hi[row];
+        if (lo < hi) reach.x = lo, reach.y = hi;
+        reach.z = lo, reach.w = hi;
     }
     UNROLL for (int apart = 16; apart; apart >>= 1) {
         reach.x = min(reach.x, __shfl_xor_sync(~0u, reach.x, apart));

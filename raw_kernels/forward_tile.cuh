@@ -37,8 +37,8 @@ struct Addresses {
 
 /* What a cut tile hides from the warp. */
 struct Mask {
-    u32 positions;    /* of this lane's first two keys */
-    u32 rows;         /* {lo, hi} of this lane's first row */
+    u32 positions;    /* in shared memory, of this lane's first two keys */
+    int row;          /* this lane's first one */
     bool low, high;   /* some pair has pos < lo; pos >= hi */
 };
 
@@ -50,13 +50,6 @@ DEVICE u32 address_k(const Addresses &at, int step, int key16)
 DEVICE u32 address_v(const Addresses &at, int step, int key16)
 {
     return at.v[step % PagesV::BASES] + step / PagesV::BASES * (TILE_K * PagesV::ROW) + key16 * (16 * PagesV::ROW);
-}
-
-DEVICE int shared_int(u32 address)
-{
-    int x;
-    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(address));
-    return x;
 }
 
 DEVICE int2 shared_int2(u32 address)
@@ -121,11 +114,14 @@ DEVICE void await_values()
 }
 
 /* -inf where the pair is hidden, on one side of the interval. */
-template <bool ABOVE, int KEYS> DEVICE void hide(float (&s_frag)[SLABS][KEYS / 8][4], const Mask &mask, int key)
+template <bool ABOVE, int KEYS>
+DEVICE void hide(float (&s_frag)[SLABS][KEYS / 8][4], const Block &block, const Mask &mask, int key)
 {
-    int bound[SLABS][2];
+    int bound[SLABS][2]; /* lo or hi; a row that is not there sees nothing */
+    const int *bounds = (ABOVE ? block.hi : block.lo) + mask.row;
     UNROLL for (int slab = 0; slab < SLABS; slab++)
-        UNROLL for (int h = 0; h < 2; h++) bound[slab][h] = shared_int(mask.rows + (16 * slab + 8 * h) * 8 + 4 * ABOVE);
+        UNROLL for (int h = 0; h < 2; h++)
+            bound[slab][h] = mask.row + 16 * slab + 8 * h < block.rows_q ? bounds[16 * slab + 8 * h] : ABOVE ? -2147483647 - 1 : 2147483647;
     UNROLL for (int n = 0; n < KEYS / 8; n++) {
         const int2 pos = shared_int2(mask.positions + (key + 8 * n) * 4);
         UNROLL for (int slab = 0; slab < SLABS; slab++)
@@ -142,7 +138,7 @@ template <bool ABOVE, int KEYS> DEVICE void hide(float (&s_frag)[SLABS][KEYS / 8
  * Returns false, with the state as it was, where a sum of weights exceeds GUARD, is infinite or NaN.
  */
 template <bool MASKED>
-DEVICE bool take_tile(State &state, const Addresses &at, int offset_k, int offset_v, float c, const Mask &mask)
+DEVICE bool take_tile(State &state, const Block &block, const Addresses &at, int offset_k, int offset_v, float c, const Mask &mask)
 {
     u32 p_frag[STEPS_K][SLABS][4]; /* A fragments of P V */
     float sum[SLABS][2];           /* of this tile alone: small numbers first */
@@ -150,8 +146,8 @@ DEVICE bool take_tile(State &state, const Addresses &at, int offset_k, int offse
     UNROLL for (int key = 0; key < TILE_K; key += CHUNK) {
         float s_frag[SLABS][CHUNK / 8][4];
         products<CHUNK>(s_frag, state, at, offset_k, key / 16);
-        if (MASKED && mask.high) hide<true, CHUNK>(s_frag, mask, key);
-        if (MASKED && mask.low) hide<false, CHUNK>(s_frag, mask, key);
+        if (MASKED && mask.high) hide<true, CHUNK>(s_frag, block, mask, key);
+        if (MASKED && mask.low) hide<false, CHUNK>(s_frag, block, mask, key);
         UNROLL for (int n = 0; n < CHUNK / 8; n++)
             UNROLL for (int slab = 0; slab < SLABS; slab++)
                 UNROLL for (int h = 0; h < 2; h++) {
@@ -193,7 +189,7 @@ DEVICE float bent(float product, const Bend &bend, int at, int pos)
 
 /* A tile the classic way, 16 keys at a time: maximum, rescaling, weights.  The reference is the maximum afterwards.
  * c: scale log2(e), or 1 where scores are bent. */
-DEVICE void take_classic(State &state, const Addresses &at, int offset_k, int offset_v, float c, const Mask &mask, const Bend &bend)
+DEVICE void take_classic(State &state, const Block &block, const Addresses &at, int offset_k, int offset_v, float c, const Mask &mask, const Bend &bend)
 {
     NO_UNROLL for (int k = 0; k < STEPS_K; k++) {
         float s_frag[SLABS][2][4];
@@ -210,8 +206,8 @@ DEVICE void take_classic(State &state, const Addresses &at, int offset_k, int of
                 }
         }
 #endif
-        if (mask.high) hide<true, 16>(s_frag, mask, 16 * k);
-        if (mask.low) hide<false, 16>(s_frag, mask, 16 * k);
+        if (mask.high) hide<true, 16>(s_frag, block, mask, 16 * k);
+        if (mask.low) hide<false, 16>(s_frag, block, mask, 16 * k);
         u32 p_frag[SLABS][4];
         UNROLL for (int slab = 0; slab < SLABS; slab++)
             UNROLL for (int h = 0; h < 2; h++) {

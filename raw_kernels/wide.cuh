@@ -32,6 +32,11 @@ static_assert(TYPE == FLOAT64 || TYPE == FLOAT32, "float32 and float64 only");
 static_assert(!DMMA || TYPE == FLOAT64, "DMMA is of float64");
 
 #define THREADS (32 * WARPS)
+#if __CUDA_ARCH__ >= 900
+#define SM_90 1 /* mma.m16n8k16.f64 and red.v4.f32 */
+#else
+#define SM_90 0
+#endif
 constexpr int ITEM = sizeof(REAL), VEC = 16 / ITEM;
 
 /* Bytes from row to row of an operand with n columns, and of P and dS, which are written in fragments. */
@@ -102,20 +107,18 @@ template <int RM, int RN> DEVICE void set_zero(REAL (&c)[RM][RN])
 template <int RM, int RN>
 DEVICE void dmma(REAL (&c)[RM][RN], const REAL (&a)[4][RM], const REAL (&b)[4][RN / 2])
 {
-#if __CUDA_ARCH__ >= 900
-    if constexpr (RM % 2 == 0) {
+    if constexpr (SM_90 && RM % 2 == 0) {
         UNROLL for (int i = 0; i < RM; i += 2) UNROLL for (int j = 0; j < RN / 2; j++)
             asm("mma.sync.aligned.m16n8k16.row.col.f64.f64.f64.f64 {%0,%1,%2,%3}, {%4,%5,%6,%7,%8,%9,%10,%11}, "
                 "{%12,%13,%14,%15}, {%0,%1,%2,%3};"
                 : "+d"(c[i][2 * j]), "+d"(c[i][2 * j + 1]), "+d"(c[i + 1][2 * j]), "+d"(c[i + 1][2 * j + 1])
                 : "d"(a[0][i]), "d"(a[0][i + 1]), "d"(a[1][i]), "d"(a[1][i + 1]), "d"(a[2][i]), "d"(a[2][i + 1]),
                   "d"(a[3][i]), "d"(a[3][i + 1]), "d"(b[0][j]), "d"(b[1][j]), "d"(b[2][j]), "d"(b[3][j]));
-        return;
+    } else {
+        UNROLL for (int s = 0; s < 4; s++) UNROLL for (int i = 0; i < RM; i++) UNROLL for (int j = 0; j < RN / 2; j++)
+            asm("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0,%1}, {%2}, {%3}, {%0,%1};"
+                : "+d"(c[i][2 * j]), "+d"(c[i][2 * j + 1]) : "d"(a[s][i]), "d"(b[s][j]));
     }
-#endif
-    UNROLL for (int s = 0; s < 4; s++) UNROLL for (int i = 0; i < RM; i++) UNROLL for (int j = 0; j < RN / 2; j++)
-        asm("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0,%1}, {%2}, {%3}, {%0,%1};"
-            : "+d"(c[i][2 * j]), "+d"(c[i][2 * j + 1]) : "d"(a[s][i]), "d"(b[s][j]));
 }
 
 template <int N> DEVICE void load_frag(REAL (&x)[N], const char *p, int step)
@@ -286,13 +289,13 @@ DEVICE void copy_item(u32 shared, const REAL *global)
 #endif
 }
 
-#if __CUDA_ARCH__ >= 900
-/* Four sums at once. */
-DEVICE void add_global(char *to, float a, float b, float c, float d)
+/* Four sums at once, where the hardware can. */
+DEVICE void add_global(char *to, REAL a, REAL b, REAL c, REAL d)
 {
+#if SM_90 && TYPE == FLOAT32
     asm volatile("red.global.add.v4.f32 [%0], {%1,%2,%3,%4};" :: "l"(to), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
-}
 #endif
+}
 
 /* ---------------------------------------------------------------- scores */
 

@@ -100,19 +100,13 @@ typedef Layout<TILE_K, HEAD_DIM, KEY_WARPS, WARPS / KEY_WARPS> GradK;
 typedef Layout<TILE_K, HEAD_DIM_V, KEY_WARPS, WARPS / KEY_WARPS> GradV;
 typedef Layout<TILE_Q, HEAD_DIM, QUERY_WARPS, WARPS / QUERY_WARPS> GradQ;
 
-#if __CUDA_ARCH__ >= 900 && TYPE == FLOAT32
-#define FOUR_AT_ONCE 1 /* red.v4 */
-#else
-#define FOUR_AT_ONCE 0
-#endif
-static_assert(!FOUR_AT_ONCE || GradQ::STEP == 4, "four adjacent columns of dQ a lane");
+constexpr bool FOUR_AT_ONCE = SM_90 && TYPE == FLOAT32 && GradQ::STEP == 4;
 
 /* Where a lane's column j goes in a row of Block.work: an instruction's lanes lie side by side. */
 DEVICE int slot(int j)
 {
-#if FOUR_AT_ONCE
-    return GradQ::column(j);
-#elif DMMA
+    if (FOUR_AT_ONCE) return GradQ::column(j);
+#if DMMA
     return GradQ::first_column() + j / 2 * 8 + j % 2 * 4 + LANE % 4;
 #else
     return GradQ::first_column() + j / GradQ::STEP * 8 * GradQ::STEP + j % GradQ::STEP * 8 + LANE_X;
@@ -200,12 +194,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) backward(const _
             times_rows<GradQ, TILE_K, SP, SQ>(dq, ds_smem, k_smem);
             UNROLL for (int i = 0; i < GradQ::RM; i++) {
                 char *to = sums_row(block, item.batch, this_head, first_q + GradQ::row(i));
-#if FOUR_AT_ONCE
-                UNROLL for (int j = 0; j < GradQ::RN; j += 4)
-                    add_global(to + slot(j) * ITEM, dq[i][j], dq[i][j + 1], dq[i][j + 2], dq[i][j + 3]);
-#else
-                UNROLL for (int j = 0; j < GradQ::RN; j++) atomicAdd((REAL *)(to + slot(j) * ITEM), dq[i][j]);
-#endif
+                if constexpr (FOUR_AT_ONCE) {
+                    UNROLL for (int j = 0; j < GradQ::RN; j += 4)
+                        add_global(to + slot(j) * ITEM, dq[i][j], dq[i][j + 1], dq[i][j + 2], dq[i][j + 3]);
+                } else {
+                    UNROLL for (int j = 0; j < GradQ::RN; j++) atomicAdd((REAL *)(to + slot(j) * ITEM), dq[i][j]);
+                }
             }
         }
         if (STAGES == 1) {
@@ -229,14 +223,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) backward_fold(co
     GradQ::Frag dq;
     UNROLL for (int i = 0; i < GradQ::RM; i++) {
         const char *from = sums_row(block, batch, head, tile * TILE_Q + GradQ::row(i));
-#if FOUR_AT_ONCE
-        UNROLL for (int j = 0; j < GradQ::RN; j += 4) {
-            const Vec x = *(const Vec *)(from + slot(j) * ITEM);
-            UNROLL for (int e = 0; e < 4; e++) dq[i][j + e] = x.x[e];
+        if constexpr (FOUR_AT_ONCE) {
+            UNROLL for (int j = 0; j < GradQ::RN; j += 4) {
+                const Vec x = *(const Vec *)(from + slot(j) * ITEM);
+                UNROLL for (int e = 0; e < 4; e++) dq[i][j + e] = x.x[e];
+            }
+        } else {
+            UNROLL for (int j = 0; j < GradQ::RN; j++) dq[i][j] = *(const REAL *)(from + slot(j) * ITEM);
         }
-#else
-        UNROLL for (int j = 0; j < GradQ::RN; j++) dq[i][j] = *(const REAL *)(from + slot(j) * ITEM);
-#endif
     }
     put<GradQ, false>(block.dq, dq, (REAL)block.scale, batch, head, tile * TILE_Q, block.rows_q, block.d, block.fresh_q);
 }

@@ -318,7 +318,7 @@ FAULTS = [
     ("backward_queries", TOP.format("const int keys"), "copies_wait<0>();\n            const int keys", "no barrier"),
     ("backward_queries", TOP.format("const int keys"), TOP.format("const int keys").replace("<0>", "<1>"), "one stage less"),
     ("backward_queries", "if (QUERIES_STAY) __syncthreads();", "", "K overwrites Q before it is in registers"),
-    ("backward_queries", "+ i >= keys", "+ i > keys", "a key beyond the last"),
+    ("backward_queries", "< (u32)sight[m][i >> 1].y", "<= (u32)sight[m][i >> 1].y", "a mask that reaches one too far"),
     ("backward_queries", ": minus_delta[m])", ": s[m][0])", "dP starts at P"),
 ]
 

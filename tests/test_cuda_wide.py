@@ -279,13 +279,33 @@ def test_no_spills_anywhere(arch, dtype, bends):
         compiled_clean(arch, dtype, d, dv, **bends)
 
 
+def fits(kernel):
+    """Whether every product of a kernel can be cut among its warps and lanes, as the static_asserts of wide.cuh want it."""
+    told, tile = kernel.defines, kernel.tile
+    dmma, q, k, warps = told["DMMA"], tile.queries, tile.keys, tile.warps
+    if "KEY_WARPS" in told:
+        along_k, along_q = told["KEY_WARPS"], told["QUERY_WARPS"]
+        cuts = [(q, k, told["SCORE_WARPS"], told["WARPS_K"])]
+        cuts += [(k, told[x], along_k, warps // along_k) for x in ("HEAD_DIM", "HEAD_DIM_V")]
+        cuts += [(q, told["HEAD_DIM"], along_q, warps // along_q)]
+        depths = (q, k)
+    else:
+        cuts = [(q, n, warps, 1) for n in (k, told["HEAD_DIM"], told["HEAD_DIM_V"])]
+        depths = (k,)
+    rows = 8 if dmma else 4
+    whole = all(m % (wm * rows) == 0 and n % (wn * 8) == 0 and wm * wn <= warps for m, n, wm, wn in cuts)
+    return whole and all(depth % (16 if dmma else 4) == 0 for depth in depths)
+
+
 def test_every_shape_has_a_tile():
     for arch in tiles.ARCHITECTURES:
         for dtype in TYPES:
             for d in tiles.HEAD_DIMS:
                 for dv in tiles.HEAD_DIMS:
                     for entry in (tiles.wide_forward, tiles.wide_backward, tiles.wide_backward_queries):
-                        assert entry(arch, dtype, d, dv).tile.shared <= tiles.SHARED_LIMIT[arch]
+                        kernel = entry(arch, dtype, d, dv)
+                        assert kernel.tile.shared <= tiles.SHARED_LIMIT[arch]
+                        assert fits(kernel), (arch, dtype, d, dv, kernel)
     with pytest.raises(ValueError, match="got 20"):
         tiles.wide_forward("80", "float32", 20, 32)
 

@@ -111,7 +111,7 @@ class _Forward:
         tiles = 2 * self.keys * (2 * d + self.v_stages * dv)
         queries = 2 * self.queries * d
         held = max(tiles, queries) if self.q_in_registers else tiles + queries
-        return held + 2 * self.keys * 4 + self.queries * 8 + self.warps * 96
+        return held + 2 * self.keys * 4 + self.warps * 96
 
 
 # (the wider of the two padded head dims) -> tile, for each amount of shared memory.  32 rows a warp where registers
@@ -201,34 +201,34 @@ class _Gradients:
 # By the larger of the head dims.  docs/kernels.md tells why.
 _BACKWARD = {
     "80": {
-        32: _Gradients(64, 128, 4, 1, 2, 32, 16, 0, 2, 2, 2),
-        64: _Gradients(64, 128, 4, 1, 2, 32, 16, 0, 4, 2, 2, pins=4),
-        96: _Gradients(64, 128, 8, 2, 2, 32, 32, 0, 6, 2, pins=4),
+        32: _Gradients(64, 128, 4, 1, 2, 32, 16, 0, 2, 2, 3, pins=260),
+        64: _Gradients(64, 128, 4, 1, 2, 32, 16, 0, 4, 2, 2, pins=260),
+        96: _Gradients(64, 128, 8, 2, 2, 32, 32, 0, 6, 2, pins=260),
         128: _Gradients(64, 128, 8, 2, 2, 32, 32, 0, 1, 2),
-        192: _Gradients(64, 64, 8, 2, 1, 32, 32, 0, 0, 2),
-        256: _Gradients(64, 64, 8, 2, 1, 32, 32, 0, 0, 1, dq_part=2),
+        192: _Gradients(64, 64, 8, 2, 1, 32, 32, 0, 0, 2, pins=256),
+        256: _Gradients(64, 64, 8, 2, 1, 32, 32, 0, 0, 1, dq_part=2, pins=256),
     },
     # sm_86, 89, 120: 99 KB a block of threads, 100 KB a multiprocessor
     "86": {
-        32: _Gradients(64, 128, 4, 1, 2, 32, 16, 0, 2, 2, 2),
-        64: _Gradients(64, 128, 4, 1, 2, 32, 16, 0, 4, 1, 2),
-        96: _Gradients(64, 128, 8, 1, 1, 32, 32, 0, 6, 1),
-        128: _Gradients(64, 128, 8, 1, 1, 32, 32, 0, 8, 1),
-        192: _Gradients(64, 64, 8, 2, 1, 32, 32, 0, 12, 1),
-        256: _Gradients(32, 64, 8, 2, 1, 16, 16, 0, 16, 1, dq_part=2),
+        32: _Gradients(64, 128, 4, 1, 2, 32, 16, 0, 2, 2, 2, pins=256),
+        64: _Gradients(64, 128, 4, 1, 2, 32, 16, 0, 4, 1, 2, pins=260),
+        96: _Gradients(64, 128, 8, 1, 1, 32, 32, 0, 6, 1, pins=256),
+        128: _Gradients(64, 128, 8, 1, 1, 16, 16, 0, 8, 1, pins=260),
+        192: _Gradients(64, 64, 8, 2, 1, 32, 32, 0, 12, 1, pins=256),
+        256: _Gradients(32, 64, 8, 2, 1, 16, 16, 0, 16, 1, dq_part=2, pins=256),
     },
     # 64 KB
     "75": {
-        32: _Gradients(64, 128, 4, 1, 2, 32, 16, 0, 2, 1, 2),
-        64: _Gradients(64, 128, 4, 1, 2, 32, 16, 0, 4, 1),
-        96: _Gradients(64, 64, 4, 1, 1, 32, 32, 0, 6, 1),
-        128: _Gradients(32, 128, 8, 1, 1, 32, 32, 0, 8, 1),
-        192: _Gradients(32, 64, 8, 2, 1, 16, 16, 0, 12, 1),
-        256: _Gradients(32, 32, 4, 2, 1, 16, 16, 0, 16, 1, dq_part=2),
+        32: _Gradients(64, 128, 4, 1, 2, 32, 16, 0, 2, 1, 2, pins=256),
+        64: _Gradients(64, 128, 4, 1, 2, 16, 16, 0, 4, 1, pins=260),
+        96: _Gradients(64, 64, 4, 1, 1, 32, 32, 0, 6, 1, pins=260),
+        128: _Gradients(32, 128, 8, 1, 1, 32, 32, 0, 8, 1, pins=256),
+        192: _Gradients(32, 64, 8, 2, 1, 16, 16, 0, 12, 1, pins=256),
+        256: _Gradients(32, 32, 4, 2, 1, 16, 16, 0, 16, 1, dq_part=2, pins=256),
     },
 }
 _BACKWARD["89"] = _BACKWARD["120"] = _BACKWARD["86"]
-_BACKWARD["90"] = _BACKWARD["100"] = {**_BACKWARD["80"], 256: _Gradients(64, 64, 8, 2, 1, 32, 32, 0, 0, 2, dq_part=2)}
+_BACKWARD["90"] = _BACKWARD["100"] = _BACKWARD["80"]
 
 def _half(arch: str, dtype: str) -> int:
     if dtype not in _HALVES:
@@ -282,39 +282,40 @@ class _Queries:
     kept_do: int  # and of dO
     stages: int
     resident: int = 1
+    fences: int = 0  # places that loads do not pass: the compiler would start more than registers hold
 
 
 _BACKWARD_QUERIES = {
     "80": {
-        32: _Queries(128, 64, 4, 2, 32, 16, 2, 2, 2, 2),
-        64: _Queries(128, 64, 4, 2, 32, 16, 4, 4, 2, 2),
-        96: _Queries(128, 64, 4, 2, 32, 16, 0, 0, 2),
-        128: _Queries(128, 64, 4, 2, 32, 16, 0, 0, 2),
-        192: _Queries(128, 64, 8, 1, 32, 32, 0, 0, 1),
-        256: _Queries(128, 32, 8, 1, 32, 16, 0, 0, 1),
+        32: _Queries(128, 64, 4, 2, 32, 16, 2, 2, 2, 2, fences=7),
+        64: _Queries(128, 64, 4, 2, 32, 16, 4, 4, 2, 2, fences=7),
+        96: _Queries(128, 64, 4, 2, 32, 16, 0, 0, 2, fences=7),
+        128: _Queries(128, 64, 4, 2, 32, 16, 0, 0, 2, fences=7),
+        192: _Queries(128, 64, 8, 1, 32, 32, 0, 0, 1, fences=7),
+        256: _Queries(128, 32, 8, 1, 32, 16, 0, 0, 1, fences=7),
     },
     "86": {
-        32: _Queries(128, 64, 4, 2, 32, 16, 2, 2, 2, 2),
-        64: _Queries(128, 64, 4, 2, 32, 16, 4, 4, 2, 2),
-        96: _Queries(128, 32, 4, 2, 32, 16, 0, 0, 2),
-        128: _Queries(128, 32, 4, 2, 32, 16, 0, 0, 2),
-        192: _Queries(64, 32, 4, 1, 32, 32, 0, 0, 2),
-        256: _Queries(64, 32, 4, 1, 32, 16, 0, 0, 1),
+        32: _Queries(128, 64, 4, 2, 32, 16, 2, 2, 2, 2, fences=7),
+        64: _Queries(128, 64, 4, 2, 32, 16, 4, 4, 2, 2, fences=7),
+        96: _Queries(128, 32, 4, 2, 32, 16, 0, 0, 2, fences=7),
+        128: _Queries(128, 32, 4, 2, 32, 16, 0, 0, 2, fences=7),
+        192: _Queries(64, 32, 4, 1, 32, 32, 0, 0, 2, fences=7),
+        256: _Queries(64, 32, 4, 1, 32, 16, 0, 0, 1, fences=7),
     },
     "75": {
-        32: _Queries(128, 64, 4, 2, 32, 16, 2, 2, 1, 2),
-        64: _Queries(128, 64, 4, 2, 32, 16, 4, 4, 1),
-        96: _Queries(64, 64, 4, 1, 32, 32, 0, 0, 1),
-        128: _Queries(64, 32, 4, 1, 32, 32, 0, 0, 1),
-        192: _Queries(64, 16, 4, 1, 16, 16, 0, 0, 1),
-        256: _Queries(32, 16, 2, 1, 16, 16, 0, 0, 1),
+        32: _Queries(128, 64, 4, 2, 32, 16, 2, 2, 1, 2, fences=7),
+        64: _Queries(128, 64, 4, 2, 32, 16, 4, 4, 1, fences=7),
+        96: _Queries(64, 64, 4, 1, 32, 32, 0, 0, 1, fences=7),
+        128: _Queries(64, 32, 4, 1, 32, 32, 0, 0, 1, fences=7),
+        192: _Queries(64, 16, 4, 1, 16, 16, 0, 0, 1, fences=7),
+        256: _Queries(32, 16, 2, 1, 16, 16, 0, 0, 1, fences=7),
     },
 }
 _BACKWARD_QUERIES["89"] = _BACKWARD_QUERIES["120"] = _BACKWARD_QUERIES["86"]
 _BACKWARD_QUERIES["90"] = _BACKWARD_QUERIES["100"] = {
     **_BACKWARD_QUERIES["80"],
-    192: _Queries(128, 64, 8, 1, 32, 32, 0, 0, 2),
-    256: _Queries(128, 32, 8, 1, 32, 16, 0, 0, 2),
+    192: _Queries(128, 64, 8, 1, 32, 32, 0, 0, 2, fences=7),
+    256: _Queries(128, 32, 8, 1, 32, 16, 0, 0, 2, fences=7),
 }
 
 
@@ -337,7 +338,7 @@ def backward_queries(arch: str, dtype: str, d: int, dv: int) -> Kernel:
         "TYPE": kind, "HEAD_DIM": d, "HEAD_DIM_V": dv, "TILE_Q": shape.queries, "TILE_K": shape.keys,
         "WARPS": shape.warps, "STAGES": shape.stages, "SHARED": shared, "SHARED_LIMIT": SHARED_LIMIT[arch],
         "FRAGMENTS": shape.fragments, "CHUNK": shape.chunk, "PART": shape.part,
-        "Q_KEPT": kept_q, "DO_KEPT": kept_do, "RESIDENT": shape.resident,
+        "Q_KEPT": kept_q, "DO_KEPT": kept_do, "RESIDENT": shape.resident, "FENCES": shape.fences,
     }  # fmt: skip
     return Kernel("backward_queries", tile, defines)
 
