@@ -112,12 +112,22 @@ def quick_backend():
     from ptxmachine.cupy.state import simulation
     from ptxmachine.memory import WRITTEN
 
-    from burstmpi.backends.base import Tally, Work
+    from burstmpi.backends.base import Dims, Tally, Work
     from burstmpi.backends.cuda import CudaBackend
     from burstmpi.backends.numpy import NumpyBackend
     from burstmpi.rules import Sight
 
     host = NumpyBackend()
+    SIGHT = ("at", "lo", "hi", "pos")
+
+    def vars_of(sight):
+        return {name: getattr(sight, name) for name in SIGHT}
+
+    def host_work(x, scores, backward):
+        q, k, v = x["q"], x["k"], x["v"]
+        dims = Dims(q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.dtype, x["lse"].dtype)
+        room = host.allocate(host.scratch_bytes(dims, scores, q.shape[1], k.shape[1], backward))
+        return Work(Sight(*(x[name] for name in SIGHT)), scores, room, tally=Tally())
 
     class QuickCuda(CudaBackend):
         name = "cuda"
@@ -128,70 +138,64 @@ def quick_backend():
         def tile_count(self, dims, positions_q, positions_k):
             return 0
 
-        def _later(self, label, reads, writes, deed, scratch=()):
-            raws = {id(x): x._raw() for x in (*reads, *writes, *scratch)}
-            touches = [(*raws[id(x)].span(), False) for x in reads]
-            touches += [(*raws[id(x)].span(), True) for x in (*writes, *scratch)]
-            read_raws, write_raws = [raws[id(x)] for x in reads], [raws[id(x)] for x in writes]
+        def _later(self, label, arrays, reads, writes, deed, scratch=()):
+            """Enqueue ``deed(views by name)``; like a kernel it does not keep the arrays' memory alive."""
+            raws = {name: x._raw() for name, x in arrays.items()}
+            touches = [(*raws[name].span(), False) for name in reads]
+            touches += [(*raws[name].span(), True) for name in writes]
+            touches += [(*x._raw().span(), True) for x in scratch]
 
             def action():
-                for raw in read_raws:
-                    check_written(raw.view("state"), label)
-                deed(lambda x: raws[id(x)].view())
-                for raw in write_raws:
-                    if raw.size:
-                        raw.view("state")[...] |= WRITTEN
+                for name in reads:
+                    check_written(raws[name].view("state"), f"{label}: {name}")
+                deed({name: raw.view() for name, raw in raws.items()})
+                for name in writes:
+                    if raws[name].size:
+                        raws[name].view("state")[...] |= WRITTEN
 
             simulation().enqueue(self._cupy.cuda.get_current_stream(), f"kernel {label}", action, touches)
             return self._launched()
 
         def copy(self, target, source):
-            return self._later("copy", [source], [target], lambda at: host.copy(at(target), at(source)))
+            arrays = {"target": target, "source": source}
+            return self._later("copy", arrays, ["source"], ["target"], lambda x: host.copy(x["target"], x["source"]))
 
         def clear(self, target, value=0.0):
-            return self._later("clear", [], [target], lambda at: host.clear(at(target), value))
+            return self._later("clear", {"target": target}, [], ["target"], lambda x: host.clear(x["target"], value))
 
         def add(self, target, source):
-            return self._later("add", [target, source], [target], lambda at: host.add(at(target), at(source)))
+            arrays = {"target": target, "source": source}
+            return self._later("add", arrays, list(arrays), ["target"], lambda x: host.add(x["target"], x["source"]))
 
         def delta(self, dout, out, delta):
-            return self._later("delta", [dout, out], [delta], lambda at: host.delta(at(dout), at(out), at(delta)))
-
-        def _work(self, work, at, q, k, v, lse, backward):
-            from burstmpi.backends.base import Dims
-
-            dims = Dims(q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.dtype, lse.dtype)
-            room = host.allocate(host.scratch_bytes(dims, work.scores, q.shape[1], k.shape[1], backward))
-            sight = Sight(*(at(getattr(work.sight, name)) for name in ("at", "lo", "hi", "pos")))
-            return Work(sight, work.scores, room, tally=Tally())
+            arrays = {"dout": dout, "out": out, "delta": delta}
+            return self._later("delta", arrays, ["dout", "out"], ["delta"], lambda x: host.delta(*x.values()))
 
         def attend(self, q, k, v, out, lse, work, *, first, final=None):
-            sight = work.sight
-            reads = [q, k, v, sight.at, sight.lo, sight.hi, sight.pos] + ([] if first else [out, lse])
-            writes = [lse, out if final is None else final]
+            arrays = {"q": q, "k": k, "v": v, "out": out, "lse": lse, **vars_of(work.sight)}
+            if final is not None:
+                arrays["final"] = final
+            reads = ["q", "k", "v", *SIGHT] + ([] if first else ["out", "lse"])
+            scores = work.scores
 
-            def deed(at):
-                there = self._work(work, at, q, k, v, lse, False)
-                result = None if final is None else at(final)
-                state = np.zeros(out.shape, out.dtype) if first and final is not None else at(out)
-                host.attend(at(q), at(k), at(v), state, at(lse), there, first=first, final=result)
+            def deed(x):
+                state = np.zeros_like(x["out"]) if first and "final" in x else x["out"]
+                there = host_work(x, scores, False)
+                host.attend(x["q"], x["k"], x["v"], state, x["lse"], there, first=first, final=x.get("final"))
 
-            if first and final is not None:
-                return self._later("forward", [*reads], [*writes], deed, [work.scratch])
-            return self._later("forward", [*reads], [*writes], deed, [work.scratch, *([out] if final is not None else [])])
+            return self._later("forward", arrays, reads, ["lse", "final" if final is not None else "out"], deed, [work.scratch])
 
         def attend_backward(self, dout, q, k, v, lse, delta, dq, dk, dv, work, *, fresh_q, fresh_kv):
-            sight = work.sight
-            reads = [dout, q, k, v, lse, delta, sight.at, sight.lo, sight.hi, sight.pos]
-            reads += [] if fresh_q else [dq]
-            reads += [] if fresh_kv else [dk, dv]
+            names = ("dout", "q", "k", "v", "lse", "delta", "dq", "dk", "dv")
+            arrays = dict(zip(names, (dout, q, k, v, lse, delta, dq, dk, dv))) | vars_of(work.sight)
+            reads = [*names[:6], *SIGHT] + ([] if fresh_q else ["dq"]) + ([] if fresh_kv else ["dk", "dv"])
+            scores = work.scores
 
-            def deed(at):
-                there = self._work(work, at, q, k, v, lse, True)
-                arrays = (at(x) for x in (dout, q, k, v, lse, delta, dq, dk, dv))
-                host.attend_backward(*arrays, there, fresh_q=fresh_q, fresh_kv=fresh_kv)
+            def deed(x):
+                there = host_work(x, scores, True)
+                host.attend_backward(*(x[name] for name in names), there, fresh_q=fresh_q, fresh_kv=fresh_kv)
 
-            return self._later("backward", reads, [dq, dk, dv], deed, [work.scratch])
+            return self._later("backward", arrays, reads, ["dq", "dk", "dv"], deed, [work.scratch])
 
     return QuickCuda
 

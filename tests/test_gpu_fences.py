@@ -85,22 +85,25 @@ def scenario(comm, transport, layout="zigzag") -> None:
     streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
     for way in ("q", "kv"):
         with attention(comm, transport, stage=400, quick=True, layout=layout, causal=True, backward=way, deadline=5) as attn:
-            for length in (2 * comm.size, 24 * comm.size):
+            problems, got = [], []
+            for length in (2 * comm.size, 24 * comm.size):  # the larger one needs another workspace
                 p = problem(length, batch=1, heads=2, kv_heads=2, d=8, dv=8, dtype="bfloat16")
                 inputs = []
                 for stream in streams:
                     with stream:
                         inputs.append(put(cupy, *shards(attn, p)))
-                got = []
+                results = []
                 for stream, (q, k, v, _) in zip(streams, inputs):
                     with stream:
-                        got.append(attn.forward(q, k, v))
+                        results.append(attn.forward(q, k, v))
                 for i, (stream, (q, k, v, dout)) in enumerate(zip(streams, inputs)):
                     with stream:
-                        got[i] += attn.backward(dout, q, k, v, *got[i])
-                for stream, results in zip(streams, got):
-                    with stream:
-                        whole = collect(attn, *(cupy.asnumpy(x, stream=stream) for x in results))
+                        results[i] += attn.backward(dout, q, k, v, *results[i])
+                problems.append(p)
+                got.append(results)
+            for p, results in zip(problems, got):
+                for stream, arrays in zip(streams, results):
+                    whole = collect(attn, *(cupy.asnumpy(x, stream=stream) for x in arrays))
                     compare(whole, truth(p, {"causal": True}))
 
 

@@ -3,9 +3,12 @@
 from functools import cache
 from itertools import product
 
+import numpy as np
 import pytest
-from gpu_kit import attention, check, gpu, run
-from support import LAYOUTS, RULES, TYPES, layout_of, problem, rules, truth
+from gpu_kit import attention, check, gpu, put, run, simulation
+from support import LAYOUTS, RULES, TYPES, layout_of, problem, rules, shards, truth
+
+from burstmpi import PeerError
 
 pytestmark = pytest.mark.mpi(ranks=(1, 2, 3, 4))
 
@@ -97,3 +100,57 @@ def test_gradients_that_come_home_early(comm, backward, transport):
     more = {"layout": "contiguous", "backward": backward, "deadline": 15}
     with attention(comm, transport, 300, quick=True, rendezvous=True, **more, **options) as attn:
         check(run(cupy, attn, p), truth(p, options))
+
+
+@pytest.mark.slow
+@pytest.mark.mpi(ranks=2)
+@pytest.mark.parametrize("backward", ["q", "kv"])
+def test_deterministic_means_the_same_bits(comm, backward):
+    """Blocks of threads in another order on the PTX machine: atomic sums would notice, deterministic ones do not."""
+    simulation()
+    p = problem(2 * 40, batch=1, heads=1, kv_heads=1, d=8, dv=8, dtype="float32")
+    got = []
+    for order in ("forward", "reverse"):
+        cupy = gpu(**({} if order == "forward" else {"order": order}))
+        with attention(comm, backward=backward, deterministic=True) as attn:
+            got.append(run(cupy, attn, p))
+    for name in got[0]:
+        assert got[0][name].tobytes() == got[1][name].tobytes(), name
+
+
+# ---------------------------------------------------------------- when something goes wrong
+
+
+def test_a_kernel_that_fails_on_one_rank(comm):
+    """That rank raises what its GPU said, the others hear of it, and all can close."""
+    simulation()
+    cupy = gpu()
+    p = problem(8 * comm.size, batch=1, heads=1, kv_heads=1, d=8, dv=8, dtype="float32")
+    with attention(comm, "staged", 64, quick=True, deadline=20) as attn:
+        q, k, v, _ = put(cupy, *shards(attn, p))
+        attn.forward(q, k, v)
+        cupy.cuda.Device().synchronize()
+        (backend,) = attn._gpus.values()
+        if comm.rank == comm.size - 1:
+
+            def broken(*arrays, **options):
+                raise RuntimeError("cudaErrorLaunchFailure: unspecified launch failure")
+
+            backend.attend = broken
+        kind, text = (RuntimeError, "launch failure") if comm.rank == comm.size - 1 else (PeerError, f"rank {comm.size - 1} stopped in")
+        with pytest.raises(kind, match=text):
+            attn.forward(q, k, v)
+            attn.forward(q, k, v)  # a rank that needed nothing more hears of it now
+
+
+@pytest.mark.mpi(min_size=2)
+def test_memory_that_is_not_pinned_is_refused(comm, monkeypatch):
+    """As CUDA would block, or race: the stand-in says so on the rank that did it."""
+    simulation()
+    cupy = gpu()
+    p = problem(8 * comm.size, batch=1, heads=1, kv_heads=1, d=8, dv=8, dtype="float32")
+    monkeypatch.setattr("burstmpi.backends.gpu.Gpu.pinned", lambda gpu, nbytes: np.empty(nbytes, np.uint8))
+    with attention(comm, "staged", quick=True, deadline=20) as attn:
+        q, k, v, _ = put(cupy, *shards(attn, p))
+        with pytest.raises((ValueError, PeerError), match="is not pinned"):
+            attn.forward(q, k, v)
