@@ -14,6 +14,7 @@ nobody ever waits for the device as a whole.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,7 +58,7 @@ def hand_over(buffer, after, post):
     return post(buffer)
 
 
-class Journey:
+class Journey(ABC):
     """One message, in pieces.
 
     fenced : whether it waits for this rank's own GPU, not for another rank
@@ -71,9 +72,9 @@ class Journey:
         self.requests: list = []
         self.fenced = False
 
+    @abstractmethod
     def advance(self) -> bool:
         """Do what can be done without waiting; tell whether the message is through."""
-        raise NotImplementedError
 
 
 class OnHost:

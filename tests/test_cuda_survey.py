@@ -5,6 +5,7 @@ import pytest
 from cuda_kit import device
 
 from burstmpi.backends import tiles
+from burstmpi.backends.block import BLOCK
 from burstmpi.rules import Rules
 
 TILE_Q, TILE_K = 16, 8
@@ -20,7 +21,7 @@ def survey(lo, hi, pos, queries):
     tile = tiles.Tile(TILE_Q, TILE_K, 4, 2, 0)
     plan = backend._room(tile, len(lo), len(pos), 0)
     room = plan.views(backend, backend.allocate(plan.nbytes))
-    block = np.zeros((), cuda.BLOCK)
+    block = np.zeros((), BLOCK)
     keep = [cupy.asarray(x.astype(np.int32)) for x in (lo, hi, pos)]
     block["lo"], block["hi"], block["pos"] = (x.data.ptr for x in keep)
     for name in ("reach", "extent", "order"):
@@ -101,11 +102,11 @@ extern "C" __global__ void items(const __grid_constant__ Block block, int heads,
 def test_work_items(section, splits):
     """Each (tile, head, batch, split) once; sections of heads one after another, each with its heavy tiles first."""
     cupy = device()
-    from burstmpi.backends import cuda, modules
+    from burstmpi.backends import modules
 
     batch, heads, tiles_ = 2, 3, 4
     order = cupy.asarray(np.array([2, 0, 3, 1], np.int32))
-    block = np.zeros((), cuda.BLOCK)
+    block = np.zeros((), BLOCK)
     block["batch"], block["section"], block["order"] = batch, section, order.data.ptr
     count = batch * heads * tiles_ * splits
     found = cupy.zeros((count, 4), np.int32)

@@ -13,36 +13,12 @@ from ..buffers import Blueprint
 from ..rules import Scores
 from . import tiles
 from .base import Dims, Work
+from .block import BLOCK, tensor, vector
 from .gpu import Enqueued, Gpu, GpuMemory
 from .modules import Modules
 from .plain import PlainVerbs
 
 __all__ = ["CudaBackend"]
-
-TYPES = {"float64": 0, "float32": 1, "float16": 2, "bfloat16": 3}
-
-_TENSOR = [("data", np.uint64), ("batch", np.int64), ("row", np.int64), ("head", np.int64)]
-_VECTOR = [("data", np.uint64), ("batch", np.int64), ("head", np.int64), ("row", np.int64)]
-_TENSORS = ("q", "k", "v", "out", "last", "dout", "dq", "dk", "dv")
-_POINTERS = ("at", "lo", "hi", "pos", "reach", "extent", "order", "slopes", "work")
-_COUNTS = (
-    "batch", "heads", "kv_heads", "d", "dim_v", "rows_q", "rows_k", "tile_q", "tile_k", "tiles_q", "tiles_k",
-    "first", "fresh_q", "fresh_kv", "splits", "section",
-)  # fmt: skip
-
-# struct Block of raw_kernels/block.cuh
-BLOCK = np.dtype(
-    [
-        *((name, _TENSOR) for name in _TENSORS),
-        ("lse", _VECTOR),
-        ("delta", _VECTOR),
-        *((name, np.uint64) for name in _POINTERS),
-        ("scale", np.float64),
-        ("softcap", np.float64),
-        *((name, np.int32) for name in _COUNTS),
-    ],
-    align=True,
-)
 
 SURVEY_WARPS = 8  # a warp a tile, see survey.cu
 
@@ -139,9 +115,9 @@ class CudaBackend(GpuMemory, PlainVerbs):
             return self._attend_nothing(out, lse, first, final)
         kernel = tiles.kernel("forward", self.arch, q.dtype.name, q.shape[3], v.shape[3])
         block, room = self._block(q, k, v, lse, work, kernel.tile, self._split_bytes)
-        block["first"], block["out"] = first, _tensor(out)
+        block["first"], block["out"] = first, tensor(out)
         if final is not None:
-            block["last"] = _tensor(final)
+            block["last"] = tensor(final)
         self._survey(block, room, queries=True)
         batch, heads, tiles_q, tiles_k = (int(block[x]) for x in ("batch", "heads", "tiles_q", "tiles_k"))
         blocks = batch * heads * tiles_q
@@ -180,8 +156,8 @@ class CudaBackend(GpuMemory, PlainVerbs):
         dout, q, k, v, lse, delta, dq, dk, dv = arrays
         size = lambda dims, tile, rows_q, rows_k: kernel.work(dims.batch, dims.heads, rows_q, sums)  # noqa: E731
         block, room = self._block(q, k, v, lse, work, kernel.tile, size)
-        block["dout"], block["delta"] = _tensor(dout), _vector(delta)
-        block["dq"], block["dk"], block["dv"] = _tensor(dq), _tensor(dk), _tensor(dv)
+        block["dout"], block["delta"] = tensor(dout), vector(delta)
+        block["dq"], block["dk"], block["dv"] = tensor(dq), tensor(dk), tensor(dv)
         block["fresh_q"], block["fresh_kv"] = fresh_q, fresh_kv
         return block, room
 
@@ -226,7 +202,7 @@ class CudaBackend(GpuMemory, PlainVerbs):
         block["rows_k"], block["kv_heads"], block["dim_v"] = k.shape[1], k.shape[2], v.shape[3]
         block["tile_q"], block["tile_k"] = tile.queries, tile.keys
         block["tiles_q"], block["tiles_k"] = _ceil(q.shape[1], tile.queries), _ceil(k.shape[1], tile.keys)
-        block["q"], block["k"], block["v"], block["lse"] = _tensor(q), _tensor(k), _tensor(v), _vector(lse)
+        block["q"], block["k"], block["v"], block["lse"] = tensor(q), tensor(k), tensor(v), vector(lse)
         for name in ("at", "lo", "hi", "pos"):
             block[name] = getattr(work.sight, name).data.ptr
         for name in ("reach", "extent", "order", "work"):
@@ -286,13 +262,3 @@ class CudaBackend(GpuMemory, PlainVerbs):
 
 def _ceil(a: int, b: int) -> int:
     return -(-a // b)
-
-
-def _tensor(x):
-    """struct Tensor of an array (batch, rows, heads, columns)."""
-    return (x.data.ptr, x.strides[0], x.strides[1], x.strides[2])
-
-
-def _vector(x):
-    """struct Vector of an array (batch, heads, rows)."""
-    return (x.data.ptr, *x.strides)

@@ -6,9 +6,10 @@ from math import prod
 
 import numpy as np
 
+from .block import BLOCK, TYPES, tensor, vector
+
 __all__ = ["PLAIN", "PlainVerbs", "pieces"]
 
-TYPES = {"float64": 0, "float32": 1, "float16": 2, "bfloat16": 3}  # as in raw_kernels/block.cuh
 THREADS = 256
 
 # struct Plain of raw_kernels/plain.cu
@@ -110,8 +111,6 @@ class PlainVerbs:
 
     def delta(self, dout, out, delta):
         """delta_i = Σ_c dout_ic out_ic, in the accumulator's type."""
-        from .cuda import BLOCK, _tensor, _vector
-
         batch, rows, heads, dv = dout.shape
         if not delta.size:
             return self._launched()
@@ -124,7 +123,7 @@ class PlainVerbs:
             ):
                 width //= 2
         block = np.zeros((), BLOCK)
-        block["dout"], block["last"], block["delta"] = _tensor(dout), _tensor(out), _vector(delta)
+        block["dout"], block["last"], block["delta"] = tensor(dout), tensor(out), vector(delta)
         block["batch"], block["rows_q"], block["heads"], block["dim_v"] = dout.shape
         warps = batch * heads * -(-rows // 32)
         defines = {"TYPE": TYPES[dout.dtype.name], "VECTOR": width}
