@@ -2,7 +2,9 @@
  *
  *   survey_queries   a warp a tile of queries   lo, hi  -> reach     (sight.cuh)
  *   survey_keys      a warp a tile of keys      pos     -> extent
- *   survey_order     a warp a tile              reach, extent -> order: the tiles with most to do first
+ *   survey_weights   a warp a tile              reach, extent -> weights: how many tiles it must see
+ *   survey_order     a warp a tile              weights -> order: the tiles with most to do first
+ *   survey_slopes    a thread a head            ALiBi's slopes, by value, -> global memory
  *
  * Integers only: one build serves all types.
  */
@@ -97,4 +99,22 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     }
     UNROLL for (int s = 16; s; s >>= 1) before += __shfl_xor_sync(~0u, before, s);
     if (lane == 0) block.order[before] = tile;
+}
+
+#define SLOPES 128 /* of one launch */
+
+struct Slopes {
+    double value[SLOPES];
+    int count, wide; /* wide: to double, else to float */
+};
+
+/* Slopes are arguments, so that they need no copy from the host and no memory but the workspace. */
+extern "C" __global__ void __launch_bounds__(SLOPES) survey_slopes(const __grid_constant__ Slopes slopes, void *to)
+{
+    const int i = threadIdx.x;
+    if (i >= slopes.count) return;
+    if (slopes.wide)
+        ((double *)to)[i] = slopes.value[i];
+    else
+        ((float *)to)[i] = (float)slopes.value[i];
 }

@@ -19,7 +19,7 @@ def survey(lo, hi, pos, queries):
     backend = cuda.CudaBackend()
     tiles_q, tiles_k = -(-len(lo) // TILE_Q), -(-len(pos) // TILE_K)
     tile = tiles.Tile(TILE_Q, TILE_K, 4, 2, 0)
-    plan = backend._room(tile, len(lo), len(pos), 0)
+    plan = backend._room(tile, len(lo), len(pos), 0, 0)
     room = plan.views(backend, backend.allocate(plan.nbytes))
     block = np.zeros((), BLOCK)
     keep = [cupy.asarray(x.astype(np.int32)) for x in (lo, hi, pos)]
@@ -119,3 +119,16 @@ def test_work_items(section, splits):
     ranks = [[2, 0, 3, 1].index(t) for t, *_ in items]
     keys = [(pair // section, rank) for pair, rank in zip(pairs, ranks)]
     assert keys == sorted(keys)
+
+
+@pytest.mark.parametrize("dtype", (np.float32, np.float64))
+@pytest.mark.parametrize("heads", (1, 128, 129, 300))
+def test_slopes(heads, dtype):
+    """Any number of slopes reaches the workspace, in the accumulator's type."""
+    cupy = device()
+    from burstmpi.backends.cuda import CudaBackend
+
+    slopes = tuple(np.random.default_rng(heads).uniform(0, 1, heads))
+    backend, target = CudaBackend(), cupy.zeros(heads * np.dtype(dtype).itemsize, np.uint8)
+    backend._put_slopes(slopes, target, np.dtype(dtype))
+    assert (cupy.asnumpy(target.view(dtype)) == np.array(slopes, dtype)).all()

@@ -21,6 +21,8 @@ from .plain import PlainVerbs
 __all__ = ["CudaBackend"]
 
 SURVEY_WARPS = 8  # a warp a tile, see survey.cu
+SLOPES = 128  # of one launch
+_SLOPES = np.dtype([("value", np.float64, SLOPES), ("count", np.int32), ("wide", np.int32)], align=True)
 
 
 class CudaBackend(GpuMemory, PlainVerbs):
@@ -47,25 +49,24 @@ class CudaBackend(GpuMemory, PlainVerbs):
         self.processors = device.attributes["MultiProcessorCount"]
         self.cache_bytes = device.attributes["L2CacheSize"]
         self._modules = Modules(cupy)
-        self._kept: dict[tuple, object] = {}
 
     # ------------------------------------------------------------ sizes
 
     def scratch_bytes(self, dims: Dims, scores: Scores, rows_q: int, rows_k: int, backward: bool) -> int:
         """What the kernels of a block keep in global memory: a few numbers a tile, and sums on their way."""
         name, d, dv = dims.dtype.name, dims.d, dims.dv
-        self._slopes(scores, dims.accumulator)  # before anything is sent
+        room = lambda tile, work: self._room(tile, rows_q, rows_k, _slope_bytes(scores, dims.accumulator), work).nbytes  # noqa: E731
         if not backward:
             tile = tiles.kernel("forward", self.arch, name, d, dv).tile
             work = self._split_bytes(dims, tile, rows_q, rows_k)
-            return self._room(tile, rows_q, rows_k, work).nbytes
+            return room(tile, work)
         kernel = tiles.kernel("backward", self.arch, name, d, dv)
         work = kernel.work(dims.batch, dims.heads, rows_q, not self.deterministic)
-        nbytes = self._room(kernel.tile, rows_q, rows_k, work).nbytes
+        nbytes = room(kernel.tile, work)
         if self.deterministic:
             other = tiles.kernel("backward_queries", self.arch, name, d, dv)
             work = other.work(dims.batch, dims.heads, rows_q, False)
-            nbytes = max(nbytes, self._room(other.tile, rows_q, rows_k, work).nbytes)
+            nbytes = max(nbytes, room(other.tile, work))
         return nbytes
 
     def tile_count(self, dims: Dims, positions_q, positions_k) -> int:
@@ -73,7 +74,7 @@ class CudaBackend(GpuMemory, PlainVerbs):
         tile = tiles.kernel("forward", self.arch, dims.dtype.name, dims.d, dims.dv).tile
         return dims.batch * dims.heads * _ceil(len(positions_q), tile.queries) * _ceil(len(positions_k), tile.keys)
 
-    def _room(self, tile, rows_q, rows_k, work) -> Blueprint:
+    def _room(self, tile, rows_q, rows_k, slopes, work) -> Blueprint:
         """The parts of scratch."""
         tiles_q, tiles_k = _ceil(rows_q, tile.queries), _ceil(rows_k, tile.keys)
         room = Blueprint()
@@ -81,6 +82,7 @@ class CudaBackend(GpuMemory, PlainVerbs):
         room.add("extent", (tiles_k, 2), np.int32)
         room.add("order", (max(tiles_q, tiles_k),), np.int32)
         room.add("weights", (max(tiles_q, tiles_k),), np.int32)
+        room.add("slopes", (slopes,), np.uint8)
         room.add("work", (work,), np.uint8)
         return room
 
@@ -165,6 +167,8 @@ class CudaBackend(GpuMemory, PlainVerbs):
         """dK and dV, and dQ by atomic sums unless it must be the same each time."""
         sums = not self.deterministic
         block, room = self._gradients(kernel, arrays, work, fresh_q, fresh_kv, sums)
+        dout, q, k = arrays[:3]
+        block["section"] = max(1, self._section((q, dout), 1) // (q.shape[2] // k.shape[2]))  # a block takes a whole group
         self._survey(block, room, queries=False)
         batch, heads, kv_heads, tiles_q, tiles_k = (
             int(block[x]) for x in ("batch", "heads", "kv_heads", "tiles_q", "tiles_k")
@@ -193,7 +197,8 @@ class CudaBackend(GpuMemory, PlainVerbs):
         """What all kernels of attention want to know, as a struct Block, and the parts of scratch that it points to."""
         scores = work.scores
         dims = Dims(q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.dtype, lse.dtype)
-        plan = self._room(tile, q.shape[1], k.shape[1], work_bytes(dims, tile, q.shape[1], k.shape[1]))
+        slopes = _slope_bytes(scores, dims.accumulator)
+        plan = self._room(tile, q.shape[1], k.shape[1], slopes, work_bytes(dims, tile, q.shape[1], k.shape[1]))
         if plan.nbytes > work.scratch.nbytes:
             raise ValueError(f"scratch: {work.scratch.nbytes} bytes are too few for this block, {plan.nbytes} are needed")
         room = plan.views(self, work.scratch)
@@ -208,28 +213,31 @@ class CudaBackend(GpuMemory, PlainVerbs):
         for name in ("reach", "extent", "order", "work"):
             block[name] = room[name].data.ptr
         block["scale"], block["splits"] = scores.scale, 1
-        block["section"] = self._section(q, k, v)
+        block["section"] = self._section((k, v), q.shape[2] // k.shape[2])
         if scores.softcap is not None:
             block["softcap"] = scores.softcap
         if scores.slopes is not None:
-            block["slopes"] = self._slopes(scores, dims.accumulator).data.ptr
+            block["slopes"] = room["slopes"].data.ptr
+            self._put_slopes(scores.slopes, room["slopes"], dims.accumulator)
         return block, room
 
-    def _slopes(self, scores: Scores, dtype):
-        """ALiBi's slopes on the device, [heads]; kept, as they are the same in every call."""
-        if scores.slopes is None:
-            return None
-        key = (scores.slopes, np.dtype(dtype).name)
-        if key not in self._kept:
-            self._kept[key] = self._cupy.asarray(np.array(scores.slopes, dtype))
-            self._cupy.cuda.get_current_stream().synchronize()  # other streams read it without an event
-        return self._kept[key]
+    def _put_slopes(self, slopes, target, dtype) -> None:
+        """ALiBi's slopes to the workspace, [heads], as arguments of a kernel."""
+        kernel = self._modules.kernel("survey", "survey_slopes")
+        for start in range(0, len(slopes), SLOPES):
+            some = np.zeros((), _SLOPES)
+            some["count"] = len(slopes[start : start + SLOPES])
+            some["value"][: some["count"]] = slopes[start : start + SLOPES]
+            some["wide"] = dtype.itemsize == 8
+            kernel((1,), (SLOPES,), (some, target[start * dtype.itemsize :]))
 
-    def _section(self, q, k, v) -> int:
-        """Pairs (batch, head) whose K and V fit half of L2 together: see raw_kernels/order.cuh."""
-        head = k.shape[1] * (k.shape[3] + v.shape[3]) * k.dtype.itemsize
-        group = q.shape[2] // k.shape[2]
-        return max(1, self.cache_bytes // 2 // max(1, head)) * group
+    def _section(self, passing, group: int) -> int:
+        """Pairs (batch, head) of a grid that work side by side: see raw_kernels/order.cuh.
+
+        passing : the two arrays whose rows pass by all blocks of a head; they are to fit half of L2 together
+        """
+        head = sum(x.shape[1] * x.shape[3] * x.dtype.itemsize for x in passing)
+        return max(1, self.cache_bytes // 2 // max(1, head) * group)
 
     def _survey(self, block, room, *, queries: bool) -> None:
         """Reach and extent of each tile, then the order of work of the tiles of queries, or of keys."""
@@ -262,3 +270,7 @@ class CudaBackend(GpuMemory, PlainVerbs):
 
 def _ceil(a: int, b: int) -> int:
     return -(-a // b)
+
+
+def _slope_bytes(scores: Scores, dtype) -> int:
+    return 0 if scores.slopes is None else len(scores.slopes) * dtype.itemsize
