@@ -159,7 +159,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const __grid_const
         copies_commit();
         const int offset_k = stage * K_BYTES, offset_v = V_STAGES == 2 ? stage * V_BYTES : 0;
         const u32 thread = thread_index(), lane = thread % 32;
-        const Mask mask = {smem + POSITIONS_SMEM + stage * (TILE_K * 4) + lane % 4 * 8, desk.item.tile * TILE_Q + thread / 32 * WARP_ROWS + lane / 4,
+        const int row = desk.item.tile * TILE_Q + (int)(thread / 32 * WARP_ROWS + lane / 4);
+        const Mask mask = {smem + POSITIONS_SMEM + stage * (TILE_K * 4) + lane % 4 * 8, row,
                            agreed(now.kind & LOW), agreed(now.kind & HIGH)};
         await_values(); /* by all warps at one place, whatever each does then */
         if (agreed(!(now.kind & HIDDEN))) {
