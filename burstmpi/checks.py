@@ -293,3 +293,14 @@ def result(name, value, shape, dtype, inputs) -> None:
 def _short(vector) -> str:
     """A vector's beginning, for a message."""
     return np.array2string(np.asarray(vector), threshold=6, edgeitems=3)
+
+
+def spans(numbers) -> list[str]:
+    """[0, 1, 2, 5] → ["0-2", "5"], for messages."""
+    runs: list[list[int]] = []
+    for n in numbers:
+        if runs and runs[-1][1] == n - 1:
+            runs[-1][1] = n
+        else:
+            runs.append([n, n])
+    return [f"{a}" if a == b else f"{a}-{b}" for a, b in runs]

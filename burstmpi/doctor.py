@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
-from . import placement
+from . import checks, placement
 from .arrays import reason
 from .backends import BuildError, HostBackend, reference
 from .ring import MPI, cuda_support, launched_tasks, library, node_name
@@ -239,8 +239,9 @@ def report(everyone: list[Facts]) -> tuple[str, bool]:
     lines = [f"burstmpi doctor: {len(everyone)} rank{'s' * (len(everyone) > 1)}, {everyone[0].mpi}, mpi4py {everyone[0].mpi4py}"]
     for f in everyone:
         gpu = f"{f.gpu} ({f.arch}, {f.bus})" if f.gpu else "no GPU"
+        cores = ",".join(checks.spans(f.cpus)) or "unknown"
         lines.append(
-            f"  rank {f.rank}: {f.host}, cores {_ranges(f.cpus)}, {f.threads} threads, host kernels "
+            f"  rank {f.rank}: {f.host}, cores {cores}, {f.threads} threads, host kernels "
             f"{f.compiled or 'missing'}, {gpu}, CUDA-aware: {'yes' if f.aware else 'no'} ({f.evidence})"
         )
         if f.gpu:
@@ -255,16 +256,6 @@ def report(everyone: list[Facts]) -> tuple[str, bool]:
     on = "on CPUs and GPUs" if all(f.gpu for f in everyone) else "on CPUs"
     lines.append(f"verdict: burstmpi works here, {on}" if well else "verdict: not well, see the problems above")
     return "\n".join(lines), well
-
-
-def _ranges(numbers) -> str:
-    runs: list[list[int]] = []
-    for n in numbers:
-        if runs and runs[-1][1] == n - 1:
-            runs[-1][1] = n
-        else:
-            runs.append([n, n])
-    return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs) or "unknown"
 
 
 def main() -> int:

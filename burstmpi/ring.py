@@ -577,13 +577,8 @@ def _chunks(buffer, nbytes):
 
 def _ranks(ranks) -> str:
     """[0, 1, 2, 5] → "ranks 0-2, 5"."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and runs[-1][1] == rank - 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    text = ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs[:8]) + (", ..." if len(runs) > 8 else "")
+    runs = checks.spans(ranks)
+    text = ", ".join(runs[:8]) + (", ..." if len(runs) > 8 else "")
     return ("rank " if len(ranks) == 1 else "ranks ") + text
 
 
