@@ -51,6 +51,31 @@ DEVICE void grade(typename L::Frag &dp, const typename L::Frag &p, const typenam
     }
 }
 
+struct Operands {
+    const char *q, *dout, *k, *v, *lse, *delta; /* of a tile, in shared memory */
+};
+
+/* dS of a tile of queries and one of keys; P goes to p_smem where that is not null */
+template <class L>
+DEVICE void gradients(typename L::Frag &ds, const Block &block, const Scoring &how, const Operands &x, int first_q, int first_k, bool cut,
+                      char *p_smem)
+{
+    typename L::Frag p;
+#if BURST_SOFTCAP
+    typename L::Frag bent_frag, *bent = &bent_frag;
+#else
+    typename L::Frag *bent = nullptr;
+#endif
+    set_zero(p);
+    dot_rows<L, HEAD_DIM, SQ, SQ>(p, x.q, x.k);
+    score<L>(p, bent, block, how, first_q, first_k, cut);
+    weigh<L>(p, x.lse);
+    if (p_smem) store_frag<L, SP>(p_smem, p);
+    set_zero(ds);
+    dot_rows<L, HEAD_DIM_V, SV, SV>(ds, x.dout, x.v);
+    grade<L>(ds, p, bent, x.delta);
+}
+
 /* lse and delta of a tile of queries; inf and 0 beyond rows_q. */
 DEVICE void load_rows(char *lse_smem, char *delta_smem, const Block &block, int batch, int head, int first)
 {
@@ -169,21 +194,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) backward(const _
             copies_commit();
         }
         if (Scores::mine()) {
-            Scores::Frag s, dp;
-#if BURST_SOFTCAP
-            Scores::Frag bent_frag, *bent = &bent_frag;
-#else
-            Scores::Frag *bent = nullptr;
-#endif
-            set_zero(s);
-            dot_rows<Scores, HEAD_DIM, SQ, SQ>(s, q_smem, k_smem);
-            score<Scores>(s, bent, block, scoring_of(block, this_head), first_q, first_k, cut);
-            weigh<Scores>(s, q_smem + AT_LSE);
-            store_frag<Scores, SP>(p_smem, s);
-            set_zero(dp);
-            dot_rows<Scores, HEAD_DIM_V, SV, SV>(dp, do_smem, v_smem);
-            grade<Scores>(dp, s, bent, q_smem + AT_DELTA);
-            store_frag<Scores, SP>(ds_smem, dp);
+            Scores::Frag ds;
+            gradients<Scores>(ds, block, scoring_of(block, this_head), {q_smem, do_smem, k_smem, v_smem, q_smem + AT_LSE, q_smem + AT_DELTA},
+                              first_q, first_k, cut, p_smem);
+            store_frag<Scores, SP>(ds_smem, ds);
         }
         __syncthreads(); /* P and dS are there */
         if (GradV::mine()) turned_rows<GradV, TILE_Q, SP, SV>(dv, p_smem, do_smem);
@@ -290,21 +304,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) backward_queries
             if (more) load_keys(smem + stage_at, block, item.batch, kv_head, walk.tile);
             copies_commit();
         }
-        Scores::Frag s, dp;
-#if BURST_SOFTCAP
-        Scores::Frag bent_frag, *bent = &bent_frag;
-#else
-        Scores::Frag *bent = nullptr;
-#endif
-        set_zero(s);
-        dot_rows<Scores, HEAD_DIM, SQ, SQ>(s, q_smem, k_smem);
-        score<Scores>(s, bent, block, how, first_q, first_k, cut);
-        weigh<Scores>(s, smem + AT_LSE);
-        set_zero(dp);
-        dot_rows<Scores, HEAD_DIM_V, SV, SV>(dp, do_smem, v_smem);
-        grade<Scores>(dp, s, bent, smem + AT_DELTA);
+        Scores::Frag ds;
+        gradients<Scores>(ds, block, how, {q_smem, do_smem, k_smem, v_smem, smem + AT_LSE, smem + AT_DELTA}, first_q, first_k, cut, nullptr);
         __syncwarp(); /* dS of the tile before is read */
-        store_frag<Scores, SP>(ds_smem, dp);
+        store_frag<Scores, SP>(ds_smem, ds);
         __syncwarp();
         times_rows<GradQ, TILE_K, SP, SQ>(dq, ds_smem, k_smem);
         if (STAGES == 1) {

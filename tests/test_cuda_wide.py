@@ -337,7 +337,7 @@ FAULTS = {
     "no barrier before the stage": (BACKWARD, BARRIER + "this stage is there; P", "/* this stage is there; P", False),
     "the stage is not waited for": (BACKWARD, *less("this stage is there; P"), False),
     "dS without delta": (BACKWARD, "(dp[i][j] - delta)", "dp[i][j]", False),
-    "dS from lane to lane": (BACKWARD, "ds_smem, dp);\n        __syncwarp();", "ds_smem, dp);", True),
+    "dS from lane to lane": (BACKWARD, "ds_smem, ds);\n        __syncwarp();", "ds_smem, ds);", True),
     "K and V are not waited for": (BACKWARD, *less("this stage is there; the"), True),
     "no barrier before K and V": (BACKWARD, BARRIER + "this stage is there; the", "/* this stage is there; the", True),
 }
