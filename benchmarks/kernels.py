@@ -1,10 +1,12 @@
-"""All figures of the CUDA kernels that need no GPU, by one command: SASS, a model of time, occupancy, memory traffic.
+"""All figures of the CUDA kernels by one command: SASS, a model of time, occupancy, memory traffic, errors; and times where there is a GPU.
 
-    python benchmarks/kernels.py                         # float16 and bfloat16: what docs/kernels.md tells
+    python benchmarks/kernels.py                         # all that docs/kernels.md tells; 40 minutes of one core
     python benchmarks/kernels.py --arch 80 --dim 64 128  # some of it
     python benchmarks/kernels.py --no-counts             # without runs on the PTX machine
+    python benchmarks/kernels.py --machine               # only these: bank conflicts, sectors, bytes, errors
+    python benchmarks/kernels.py --gpu                   # times on the GPU at hand, beside its peak, PyTorch and flash_attn
 
-Columns: x, other instructions per HMMA on the hot path of the loop of full tiles (sass.py), and of the loop that masks;
+float16 and bfloat16: x, other instructions per HMMA on the hot path of the loop of full tiles (sass.py), and of the loop that masks;
 cycles of a trip for a warp and its quarter of a multiprocessor, by what it uses:
 
     tensor   HMMA x cycles of one        issue   all instructions        EX2   MUFU x 8
@@ -12,6 +14,8 @@ cycles of a trip for a warp and its quarter of a multiprocessor, by what it uses
 
 The largest one bounds the loop.  A direction has a function `<direction>_loops(kernel, arch)` that tells how many HMMA
 and copies a trip has; another kernel plugs in by one more entry of LOOPS.
+
+float32 and float64: each product is a loop of its own; its FFMA, DFMA or DMMA, its LDS, all instructions, and the same model.
 """
 
 from __future__ import annotations
@@ -24,19 +28,14 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
 
 import sass  # noqa: E402
+from counted import WIDE, counts, print_counts, print_errors  # noqa: E402, F401
+from occupancy import by_nvidia, missing, occupancy  # noqa: E402
 
 from burstmpi.backends import tiles  # noqa: E402
 
 # Cycles of an m16n8k16 HMMA on a quarter of a multiprocessor.  sm_80: 256 multiply-adds a cycle.  sm_90 does 512, but
 # mma.sync is known to reach about 63% of that.  sm_86, 89, 120: float32 sums go at half of sm_80's rate.  sm_75: of k8.
 HMMA_CYCLES = {"75": 8, "80": 8, "86": 16, "89": 16, "90": 4 / 0.63, "100": 4 / 0.63, "120": 16}
-
-# Of a multiprocessor: registers, bytes of shared memory (1 KB a block is CUDA's), warps, blocks.
-PROCESSOR = {
-    "75": (65536, 64 << 10, 32, 16), "80": (65536, 164 << 10, 64, 32), "86": (65536, 100 << 10, 48, 16),
-    "89": (65536, 100 << 10, 48, 24), "90": (65536, 228 << 10, 64, 32), "100": (65536, 228 << 10, 64, 32),
-    "120": (65536, 100 << 10, 48, 24),
-}  # fmt: skip
 
 # FlashAttention-2's main loops, compiled with its own flags: instructions, HMMA, LDSM (+ 16 LDGSTS at d 64, 32 at 128), EX2
 FLASH = {
@@ -101,14 +100,6 @@ class Figures:
     occupancy: int
 
 
-def occupancy(arch: str, registers: int, shared: int, warps: int) -> int:
-    """Blocks of threads that a multiprocessor holds: as cuda_occupancy.h has it."""
-    regs, memory, most_warps, most_blocks = PROCESSOR[arch]
-    of_a_warp = -(-registers * 32 // 256) * 256
-    by_registers = regs // 4 // of_a_warp * 4 // warps  # each quarter holds whole warps
-    return min(by_registers, memory // (-(-shared // 1024) * 1024 + 1024), most_warps // warps, most_blocks)
-
-
 def figures(direction: str, arch: str, dtype: str, d: int, dv: int | None = None) -> Figures:
     """Compile an entry of the table and read its SASS."""
     kernel = tiles.kernel(direction, arch, dtype, d, dv or d)
@@ -133,37 +124,6 @@ def modelled(arch: str, path: sass.Way) -> dict[str, float]:
 
 def bound(model: dict[str, float]) -> str:
     return max(model, key=model.get)
-
-
-def counts(d: int, arch="80", rows_q=256, rows_k=1024, **options) -> dict:
-    """Run forward in bfloat16 on the PTX machine, one head, and count.
-
-    Returns conflicts and sectors beyond the fewest of the main loop and of all, and bytes asked of global memory beside the formula
-    tiles_q (TILE_Q d + rows_k (d + dv)) 2 + rows_q (dv 2 + 4): Q once, K and V once for each tile of queries, out and lse.
-    """
-    sys.path[:0] = [str(Path(__file__).resolve().parent.parent / "tests")]
-    import cuda_kit
-    import ml_dtypes
-    import numpy as np
-
-    rng = np.random.default_rng(0)
-    backend = cuda_kit.backend(arch, splits=1, count=True, check=False)
-    q, k, v = (rng.standard_normal((1, n, 1, d)).astype(ml_dtypes.bfloat16) for n in (rows_q, rows_k, rows_k))
-    cuda_kit.forward(backend, q, k, v, **options)
-    from ptxmachine import cupy
-
-    told = next(c for c in reversed(cupy.simulation().machine.history) if c.program.name == "forward")
-    loop = max(told.loops(), key=lambda loop: loop["mix"].get("tensor", 0))
-    tile = tiles.forward(arch, "bfloat16", d, d).tile
-    formula = -(-rows_q // tile.queries) * (tile.queries + 2 * rows_k) * d * 2 + rows_q * (2 * d + 4)
-    return {
-        "conflicts in the main loop": loop["bank_conflicts"],
-        "conflicts": told.bank_conflicts,
-        "sectors over the fewest": told.sectors - int(told.global_ideal.sum()),
-        "sectors": told.sectors,
-        "bytes": sum(told.bytes),
-        "formula": formula,
-    }
 
 
 def table(archs, dims, dtypes, directions) -> None:
@@ -198,25 +158,108 @@ def beside_flash(archs, directions) -> None:
             bound(theirs), max(theirs.values()) / hmma, ours["issue"] / f.full.hmma, theirs["issue"] / hmma), flush=True)  # fmt: skip
 
 
+# ---------------------------------------------------------------- float32 and float64
+
+# Cycles of a warp's instruction on a quarter of a multiprocessor.  FFMA2 is two FFMA.
+LANES = {"75": 16, "80": 16, "86": 32, "89": 32, "90": 32, "100": 32, "120": 32}  # float32, of a quarter
+DOUBLES = {"75": 0.5, "80": 8, "86": 0.5, "89": 0.5, "90": 16, "100": 16, "120": 0.5}  # float64
+TENSOR_DOUBLES = {"80": 16, "90": 32, "100": 16}  # float64 multiply-adds of the tensor cores
+FMA = ("FFMA", "FFMA2", "DFMA", "DMMA")
+
+
+def fma_cycles(arch: str, text: str) -> float:
+    """Cycles of one of FMA; DMMA.16x8x16 of sm_90 has 2048 multiply-adds, DMMA.8x8x4 256."""
+    kind = sass.opcode(text)
+    if kind == "DMMA":
+        return (256 if "884" in text or "8x8x4" in text else 2048) / TENSOR_DOUBLES[arch]
+    return 32 / DOUBLES[arch] if kind == "DFMA" else (2 if kind == "FFMA2" else 1) * 32 / LANES[arch]
+
+
+def wide_modelled(arch: str, loop: sass.Way) -> dict[str, float]:
+    """Cycles of a trip: products, issue, shared memory as the PTX machine counts it (16 bytes a lane in quarter-warps)."""
+    products = sum(fma_cycles(arch, text) for text in loop.body if sass.opcode(text) in FMA)
+    loads = [16 if ".128" in text else 8 if ".64" in text else 4 for text in loop.body if sass.opcode(text) == "LDS"]
+    return {"product": products, "issue": len(loop.body), "shared": sum(loads)}
+
+
+def wide_figures(direction: str, arch: str, dtype: str, d: int, dv: int | None = None):
+    """Compile an entry of the table; the listing, the loops of its products, seconds, blocks on a multiprocessor, and its shape."""
+    kernel = tiles.kernel(direction, arch, dtype, d, dv or d)
+    cubin = sass.compiled(kernel, arch, WITH_DQ=1)
+    listing = cubin.kernel(direction)
+    blocks = occupancy(arch, listing.registers, kernel.tile.shared, kernel.tile.warps)
+    return listing, listing.inner_loops(*FMA), cubin.seconds, blocks, kernel
+
+
+def wide_table(archs, dims, dtypes, directions) -> None:
+    head = ("kernel", "sm", "type", "d", "tile", "LDL/STL", "regs", "stack", "blocks", "s", "share")
+    print("\n%-16s %4s %-8s %7s %13s %8s %5s %6s %7s %5s %6s  FMA/LDS/all of each loop; cycles of the slowest, per product" % head)
+    for direction in directions:
+        for arch in archs:
+            for d, dv in dims:
+                for dtype in dtypes:
+                    listing, loops, seconds, blocks, kernel = wide_figures(direction, arch, dtype, d, dv)
+                    tile = kernel.tile
+                    parts = [(loop.count(*FMA), loop.count("LDS"), len(loop.body)) for loop in loops]
+                    share = sum(part[0] for part in parts) / max(1, sum(part[2] for part in parts))
+                    models = [wide_modelled(arch, loop) for loop in loops]
+                    slow = max(models, key=lambda m: max(m.values()) / m["product"], default=None)
+                    text = ", ".join("%d/%d/%d" % part for part in parts)
+                    if slow:
+                        text += ";  " + ", ".join(f"{name} {value:.0f}" for name, value in slow.items()) + f": {bound(slow)}"
+                    shape = f"{tile.queries}x{tile.keys}/{tile.warps}/{tile.stages}"
+                    row = (direction, arch, dtype, d if d == dv else f"{d}/{dv}", shape, listing.count("LDL", "STL"), listing.registers,
+                           listing.stack, blocks, seconds, 100 * share, text)  # fmt: skip
+                    print("%-16s %4s %-8s %7s %13s %8d %5d %6d %7d %5.1f %5.0f%%  %s" % row, flush=True)
+
+
+def agreement(archs, dims, dtypes, directions) -> None:
+    """Whether NVIDIA's own arithmetic gives the same blocks, for the tiles above and any number of registers."""
+    if missing():
+        print(f"\nOccupancy was not compared with cuda_occupancy.h: {missing()}")
+        return
+    told = set()
+    for direction in directions:
+        for arch in archs:
+            for dtype in dtypes:
+                if (arch, dtype) != ("75", "bfloat16"):
+                    tile = [tiles.kernel(direction, arch, dtype, d, dv).tile for d, dv in dims]
+                    told |= {(arch, registers, t.shared, t.warps) for t in tile for registers in range(16, 256)}
+    rows = sorted(told)
+    other = sum(occupancy(*row) != blocks for row, blocks in zip(rows, by_nvidia(rows)))
+    print(f"\nBlocks beside cuda_occupancy.h: {len(rows)} kernels (tile, registers), {other} differ")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--arch", nargs="+", default=["75", "80", "86", "89", "90", "100", "120"])
     parser.add_argument("--dim", nargs="+", default=["32", "64", "96", "128", "192/128", "192", "256"])
-    parser.add_argument("--dtype", nargs="+", default=["bfloat16", "float16"])
+    parser.add_argument("--dtype", nargs="+", default=["bfloat16", "float16", "float32", "float64"])
     parser.add_argument("--direction", nargs="+", default=list(LOOPS))
-    parser.add_argument("--no-counts", action="store_true", help="do not run kernels on the PTX machine")
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--no-counts", action="store_true", help="do not run kernels on the PTX machine")
+    only.add_argument("--machine", action="store_true", help="only run kernels on the PTX machine")
+    only.add_argument("--gpu", action="store_true", help="only time kernels on the GPU at hand; fails where there is none")
     args = parser.parse_args()
-    if sass.nvdisasm() is None:
-        sys.exit("nvdisasm: not found; pip install nvidia-cuda-nvdisasm")
+    if args.gpu:
+        import timed
+
+        sys.exit(timed.main(args.dtype, [int(text.split("/")[0]) for text in args.dim]))
     dims = [tuple(map(int, (text.split("/") * 2)[:2])) for text in args.dim]
-    table(args.arch, dims, args.dtype, args.direction)
-    beside_flash(args.arch, args.direction)
-    if not args.no_counts and "forward" in args.direction:
-        print("\nCounted on the PTX machine: forward, bfloat16, 256 queries, 1024 keys")
-        for d in (64, 128):
-            for name, options in (("full", {}), ("causal", {"causal": True})):
-                told = counts(d, rows_k=1024 if name == "full" else 256, **options)
-                print(f"d {d} {name}: " + ", ".join(f"{what} {n}" for what, n in told.items()), flush=True)
+    halves, wide = ([x for x in args.dtype if (x in WIDE) == is_wide] for is_wide in (False, True))
+    if not args.machine:
+        if sass.nvdisasm() is None:
+            sys.exit("nvdisasm: not found; pip install nvidia-cuda-nvdisasm")
+        if halves:
+            table(args.arch, dims, halves, args.direction)
+        if "bfloat16" in halves:
+            beside_flash(args.arch, args.direction)
+        if wide:
+            wide_table(args.arch, dims, wide, args.direction)
+        agreement(args.arch, dims, args.dtype, args.direction)
+    if not args.no_counts:
+        print_counts([d for d, dv in dims if d == dv and d in (64, 128)], args.dtype, args.direction)
+        print_errors(args.dtype)
 
 
 if __name__ == "__main__":

@@ -187,6 +187,27 @@ class Listing:
         return Way([text for b in best[1] for text in self.lines[b : self._end[b]]])
 
 
+    def inner_loops(self, *opcodes: str) -> list[Way]:
+        """Loops with no loop in them that hold such an instruction, in the order of the text: all of their instructions."""
+        before = {block: [] for block in self._entry}
+        for block in self._entry:
+            for follow in self._next[block]:
+                before[follow].append(block)
+        loops = {}
+        for block in self._entry:
+            for head in self._next[block]:
+                if self._back(block, head):  # all that leads to the jump back without passing the head
+                    body, rest = loops.setdefault(head, {head}), [block]
+                    while rest:
+                        at = rest.pop()
+                        if at not in body:
+                            body.add(at)
+                            rest += before[at]
+        inner = [body for head, body in sorted(loops.items()) if not (body - {head}) & loops.keys()]
+        ways = [Way([text for b in sorted(body) for text in self.lines[b : self._end[b]]]) for body in inner]
+        return [way for way in ways if way.count(*opcodes)]
+
+
 class Cubin:
     """CUDA C compiled for an architecture, as CuPy would.
 

@@ -257,8 +257,14 @@ DEVICE float infinity_of(float) { return __int_as_float(0x7f800000); }
 DEVICE double infinity_of(double) { return __longlong_as_double(0x7ff0000000000000ll); }
 #define INF infinity_of((REAL)0)
 
-/* e^x, x <= 0 but for roundings */
-DEVICE float exp_of(float x) { return exp2_fast(x * 1.4426950408889634f); }
+/* e^x, x <= 0 but for roundings.  t = x log2 e is rounded, which costs |x| / 2 units in the last place of 2^t; what it lost is
+ * put back to first order, e^x = 2^t (1 + (x - t ln 2)).  Below -104 (and at -inf) 2^t is 0 and x - t ln 2 must be finite. */
+DEVICE float exp_of(float x)
+{
+    x = x < -104.f ? -104.f : x; /* a NaN stays one */
+    const float t = x * 1.4426950408889634f, y = exp2_fast(t);
+    return fmaf(y, fmaf(t, -0.69314718055994531f, x), y);
+}
 DEVICE double exp_of(double x) { return exp(x); }
 DEVICE float log_of(float x) { return logf(x); }
 DEVICE double log_of(double x) { return log(x); }
