@@ -12,6 +12,7 @@ from gpu_kit import attention, check, gpu, put, run, simulation
 from support import LAYOUTS, RULES, TYPES, layout_of, problem, rules, shards, truth
 
 from burstmpi import PeerError
+from burstmpi.backends import tiles
 
 pytestmark = pytest.mark.mpi(ranks=(1, 2, 3, 4))
 
@@ -67,6 +68,48 @@ def test_gradients_that_come_home_early(comm, backward, transport):
     more = {"layout": "contiguous", "backward": backward, "deadline": 15}
     with attention(comm, transport, 300, quick=True, rendezvous=True, **more, **options) as attn:
         check(run(cupy, attn, p), truth(p, options))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("backward", ["q", "kv"])
+def test_tiles_are_counted(comm, backward, deterministic):
+    """As the kernels walk over them, pair by pair; the host knows without asking the device."""
+    cupy = gpu()
+    length = 150 * comm.size + 7
+    p = problem(length, batch=1, heads=2, kv_heads=1, d=8, dv=8, dtype="float32")
+    for rule, layout in (("causal", "zigzag"), ("window", "contiguous"), ("documents", "explicit"), ("full", "striped")):
+        options = rules(length, length, 2)[rule]
+        more = {"layout": layout_of(layout, length, length, comm), "backward": backward, "deterministic": deterministic}
+        with attention(comm, quick=True, **options, **more) as attn:
+            q, k, v, dout = put(cupy, *shards(attn, p))
+            out, lse = attn.forward(q, k, v)
+            calls = {"forward": attn.stats}
+            attn.backward(dout, q, k, v, out, lse)
+            calls["backward"] = attn.stats
+            (plan,) = attn._plans.values()
+            for call, stats in calls.items():
+                kernels = ["forward"] if call == "forward" else ["backward", "backward_queries"][: 1 + deterministic]
+                counts = [pairs_of(plan, call, tiles.kernel(name, "80", "float32", 8, 8).tile) for name in kernels]
+                assert stats.tiles == sum(seen for seen, _ in counts)
+                assert stats.tiles + stats.tiles_skipped == sum(every for _, every in counts)
+                assert rule != "full" or stats.tiles_skipped == 0
+
+
+def pairs_of(plan, call, tile):
+    """Pairs of tiles that this rank must compute, and all pairs; one by one, over two heads."""
+    seen = every = 0
+    travels = "kv" if call == "forward" else plan.travels
+    for other in range(plan.size):
+        a, b = (plan.rank, other) if travels == "kv" else (other, plan.rank)
+        _, lo, hi = plan._intervals(a)
+        pos = plan.where_k.positions(b)
+        for i in range(0, len(lo), tile.queries):
+            rows = np.flatnonzero(lo[i : i + tile.queries] < hi[i : i + tile.queries]) + i
+            for j in range(0, len(pos), tile.keys):
+                part = pos[j : j + tile.keys]
+                every += 2
+                seen += 2 * bool(len(rows) and part.max() >= lo[rows].min() and part.min() < hi[rows].max())
+    return seen, every
 
 
 # ---------------------------------------------------------------- when something goes wrong
