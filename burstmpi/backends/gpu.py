@@ -148,8 +148,19 @@ class GpuMemory:
         return self._cupy.ndarray(tuple(shape), np.dtype(dtype), buffer.data + offset)
 
     def empty(self, shape, dtype):
-        """Give a new array for a result, from CuPy's own allocator."""
-        return self._cupy.empty(shape, dtype)
+        """Give a new array for a result, from CuPy's own allocator.
+
+        Raises
+        ------
+        MemoryError
+            With the bytes asked for, and those that are free.
+        """
+        try:
+            return self._cupy.empty(shape, dtype)
+        except MemoryError as error:
+            free, total = self._cupy.cuda.runtime.memGetInfo()
+            text = f"a result of shape {tuple(shape)}: GPU {self.gpu.device.id}: {free} of {total} bytes are free; {reason(error)}"
+            raise MemoryError(text) from None
 
     @contextmanager
     def on(self):
@@ -183,6 +194,8 @@ class GpuMemory:
 
     def indices(self, targets, fill, progress=lambda: None):
         """Let ``fill`` write index vectors, [rows] int32 each, and bring them to the device in the caller's stream."""
+        if self._modules.rehearsing:
+            return targets
         slot, self.index_slots = self.index_slots[0], (*self.index_slots[1:], self.index_slots[0])
         while slot.mark is not None and not slot.mark.done():  # the copy of two steps ago still reads it
             progress()
