@@ -16,6 +16,7 @@ typedef struct {
     float *dk, *dv;       /* [keys, depth], [keys, width]: sums of this group for this tile */
     float *rows;          /* [NR, ld], or [PIECES, NR, ld] of bfloat16 */
     int64_t ld, depth, width;
+    stream ahead[4];      /* K, V, dK, dV */
     bend how;
 } backward_room;
 
@@ -141,6 +142,7 @@ NOINLINE int backward_tile(gradient_panel *p, backward_room *w, const call *c, i
     if (from == to) return 0;
     const int capped = w->how.softcap != 0, plain = !capped && !w->how.alibi;
     for (int64_t block = from; block < to; block++) {
+        ask_all(w->ahead, 4, to - block);
         const int64_t at = (block - from) * KR * NR;
         const int cut = !full && block_sight(&t->at, &p->q, block) != FULL;
         bf16_scores(values_of(t, block), columns_of(p->dout, b->dim_v), w->width, w->dp);
@@ -188,15 +190,15 @@ static void backward_worker(call *c, int thread, arena scratch)
                                    p->dout_rows);
         }
         for (int64_t index = 0; index < c->tiles; index++) {
-            if (!group_sees(c, group, index)) continue;
+            if (!sees_tile(c, c->groups_see[group], index)) continue;
             load_bf16_tile(&w.tile, c, batch, head / share, index, 1);
-            const int64_t keys = w.tile.at.blocks * KR;
+            const int64_t keys = w.tile.at.blocks * KR, first_key = w.tile.at.first, live = w.tile.at.live;
             memset(w.dk, 0, keys * w.depth * sizeof(float));
             memset(w.dv, 0, keys * w.width * sizeof(float));
             for (int64_t i = 0; i < n; i++) {
-                prefetch_tile(c, batch, head / share, index + 1, i, n);
-                prefetch_rows(&b->dk, c, batch, head / share, index, b->d * 4, i, n);
-                prefetch_rows(&b->dv, c, batch, head / share, index, b->dim_v * 4, i, n);
+                stream_next(w.ahead, c, batch, head / share, index + 1, i, n);
+                w.ahead[2] = stream_of(&b->dk, batch, head / share, first_key + live * i / n, first_key + live * (i + 1) / n, b->d, BURST_F32);
+                w.ahead[3] = stream_of(&b->dv, batch, head / share, first_key + live * i / n, first_key + live * (i + 1) / n, b->dim_v, BURST_F32);
                 computed += backward_tile(&w.panels[i], &w, c, batch, head);
                 if (!carry_on(c, thread)) break;
             }

@@ -16,6 +16,7 @@ typedef struct {
     int64_t plane;
     float *rows;     /* [NR, ld], or [PIECES, NR, ld] of bfloat16: on the way in and out of a panel */
     int64_t ld;
+    stream ahead[2]; /* K, V */
     bend how;
 } forward_room;
 
@@ -142,6 +143,7 @@ NOINLINE int forward_tile(panel *p, forward_room *w, const call *c, int64_t batc
         tile_with_maximum(p, w, from, to, b, sum);
     } else {
         for (int64_t block = from; block < to; block++) {
+            ask_all(w->ahead, 2, to - block);
             uint32_t *pairs = w->p + (block - from) * KR / 2 * NR;
             if (plain && (full || block_sight(&t->at, &p->q, block) == FULL)) {
                 bf16_scores(keys_of(t, block), columns_of(p->query, b->d), ROUND_UP(b->d, STEP), w->s);
@@ -184,7 +186,7 @@ static void forward_worker(call *c, int thread, arena scratch)
             if (c->tile_max[index] < low || c->tile_min[index] >= high) continue;
             load_bf16_tile(&w.tile, c, batch, head / share, index, 0);
             for (int64_t i = 0; i < n; i++) {
-                prefetch_tile(c, batch, head / share, index + 1, i, n);
+                stream_next(w.ahead, c, batch, head / share, index + 1, i, n);
                 computed += forward_tile(&w.panels[i], &w, c, batch, head / share);
                 if (!carry_on(c, thread)) break;
             }

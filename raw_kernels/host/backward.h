@@ -16,11 +16,12 @@
 
 typedef struct {
     gradient_panel panels[BURST_PANELS];
-    key_tile tile;
+    key_tile tile, next;
     REAL *p, *ds;    /* [keys, NR] */
     REAL *dk, *dv;   /* strips of [keys, width]: sums of this group for this tile */
     REAL *rows;      /* [NR, ld] */
     int64_t ld;
+    stream ahead[6]; /* K, V, dK, dV, Q, dO */
     bend how;
 } backward_room;
 
@@ -32,6 +33,7 @@ INLINE void take_backward(arena *a, backward_room *w, const call *c)
     const int64_t keys = ROUND_UP(c->tile_keys, KR);
     w->ld = ROUND_UP(MAX(b->d, b->dim_v), LANES) + LANES;
     take_tile(a, &w->tile, c, 1);
+    take_tile(a, &w->next, c, 1);
     w->p = TAKE(a, REAL, keys * NR);
     w->ds = TAKE(a, REAL, keys * NR);
     w->dk = TAKE(a, REAL, strips_size(keys, b->d));
@@ -150,6 +152,7 @@ NOINLINE int backward_tile(gradient_panel *p, backward_room *w, const burst_bloc
     if (from == to) return 0;
     const int capped = w->how.softcap != 0, plain = !capped && !w->how.alibi;
     for (int64_t block = from; block < to; block++) {
+        ask_all(w->ahead, 6, to - block);
         REAL *weights = w->p + (block - from) * KR * NR, *ds = w->ds + (block - from) * KR * NR;
         const int cut = !full && block_sight(t, &p->q, block) != FULL;
         const REAL *k = t->k + block * KR * t->ld_k, *v = t->v + block * KR * t->ld_v;
@@ -203,37 +206,69 @@ NOINLINE void add_to_keys(const key_tile *t, const REAL *strips, const burst_arr
     }
 }
 
-static void backward_worker(call *c, int thread, arena scratch)
+static int64_t backward_task(backward_room *w, call *c, int thread, int64_t batch, int64_t head, int64_t group)
 {
     const burst_block *b = c->b;
+    const int64_t first = group * c->group_panels, n = MIN(c->group_panels, c->panels - first), kv_head = head / (b->heads / b->kv_heads);
+    const int64_t keys = ROUND_UP(c->tile_keys, KR);
+    const extent seen = c->groups_see[group];
+    int64_t computed = 0, index = next_tile(c, seen, 0);
+    if (index == c->tiles)
+        for (int64_t i = 0; i < n; i++) {
+            open_gradient(&w->panels[i], c, batch, head, first + i);
+            close_gradient(&w->panels[i], c, batch, head, w->rows, w->ld);
+        }
+    else {
+        load_positions(&w->tile, c, index);
+        pack_backward(&w->tile, c, batch, kv_head, 0, 1);
+    }
+    for (int opened = 0; index < c->tiles; opened = 1) {
+        const int64_t after = next_tile(c, seen, index + 1), key = w->tile.first, live = w->tile.live;
+        if (after < c->tiles) load_positions(&w->next, c, after);
+        memset(w->dk, 0, strips_size(keys, b->d) * sizeof(REAL));
+        memset(w->dv, 0, strips_size(keys, b->dim_v) * sizeof(REAL));
+        for (int64_t i = 0; i < n; i++) {
+            gradient_panel *p = &w->panels[i];
+            for (int j = 0; j < 6; j++) w->ahead[j].left = 0;
+            if (after < c->tiles) stream_keys(w->ahead, &w->next, c, batch, kv_head, i, n);
+            const int64_t from = key + live * i / n, to = key + live * (i + 1) / n;
+            w->ahead[2] = stream_of(&b->dk, batch, kv_head, from, to, b->d, TYPE_OF_REAL);
+            w->ahead[3] = stream_of(&b->dv, batch, kv_head, from, to, b->dim_v, TYPE_OF_REAL);
+            if (!opened) {
+                open_gradient_panel(p, w, c, batch, head, first + i);
+                const int64_t row = p->row + NR, end = i + 1 < n ? MIN(row + NR, b->rows_q) : row;
+                w->ahead[4] = stream_of(&b->q, batch, head, row, end, b->d, (int)b->type);
+                w->ahead[5] = stream_of(&b->dout, batch, head, row, end, b->dim_v, (int)b->type);
+            }
+            computed += backward_tile(p, w, b);
+            if (after < c->tiles)
+                pack_backward(&w->next, c, batch, kv_head, i, n);
+            else
+                close_gradient(p, c, batch, head, w->rows, w->ld);
+            if (!carry_on(c, thread)) return computed;
+        }
+        if (!wait_for_turn(c, thread, batch, head, group, index)) return computed;
+        add_to_keys(&w->tile, w->dk, &b->dk, batch, kv_head, b->d, (REAL)b->scale);
+        add_to_keys(&w->tile, w->dv, &b->dv, batch, kv_head, b->dim_v, 1);
+        pass_turn(c, batch, head, index);
+        const key_tile done = w->tile;
+        w->tile = w->next;
+        w->next = done;
+        index = after;
+    }
+    return computed;
+}
+
+static void backward_worker(call *c, int thread, arena scratch)
+{
     backward_room w;
     take_backward(&scratch, &w, c);
-    w.how = bend_of(b);
-    const int64_t share = b->heads / b->kv_heads, keys = ROUND_UP(c->tile_keys, KR);
+    w.how = bend_of(c->b);
     int64_t computed = 0, t;
     while ((t = atomic_fetch_add(&c->next, 1)) < c->tasks && carry_on(c, thread)) {
         int64_t batch, head, group;
         task_of(c, t, &batch, &head, &group);
-        const int64_t first = group * c->group_panels, n = MIN(c->group_panels, c->panels - first);
-        for (int64_t i = 0; i < n; i++) open_gradient_panel(&w.panels[i], &w, c, batch, head, first + i);
-        for (int64_t index = 0; index < c->tiles; index++) {
-            if (!group_sees(c, group, index)) continue;
-            load_tile_backward(&w.tile, c, batch, head / share, index);
-            memset(w.dk, 0, strips_size(keys, b->d) * sizeof(REAL));
-            memset(w.dv, 0, strips_size(keys, b->dim_v) * sizeof(REAL));
-            for (int64_t i = 0; i < n; i++) {
-                prefetch_tile(c, batch, head / share, index + 1, i, n);
-                prefetch_rows(&b->dk, c, batch, head / share, index, b->d * (int64_t)sizeof(REAL), i, n);
-                prefetch_rows(&b->dv, c, batch, head / share, index, b->dim_v * (int64_t)sizeof(REAL), i, n);
-                computed += backward_tile(&w.panels[i], &w, b);
-                if (!carry_on(c, thread)) break;
-            }
-            if (!wait_for_turn(c, thread, batch, head, group, index)) break;
-            add_to_keys(&w.tile, w.dk, &b->dk, batch, head / share, b->d, (REAL)b->scale);
-            add_to_keys(&w.tile, w.dv, &b->dv, batch, head / share, b->dim_v, 1);
-            pass_turn(c, batch, head, index);
-        }
-        for (int64_t i = 0; i < n; i++) close_gradient(&w.panels[i], c, batch, head, w.rows, w.ld);
+        computed += backward_task(&w, c, thread, batch, head, group);
     }
     atomic_fetch_add(&c->computed, computed);
 }

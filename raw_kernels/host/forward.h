@@ -15,10 +15,11 @@
 
 typedef struct {
     panel panels[BURST_PANELS];
-    key_tile tile;
+    key_tile tile, next; /* of keys: that which is computed, that which is packed meanwhile */
     REAL *p;         /* [keys, NR] */
     REAL *rows;      /* [NR, ld] on the way in and out of a panel */
     int64_t ld;
+    stream ahead[3]; /* K, V, Q */
     bend how;
 } forward_room;
 
@@ -27,6 +28,7 @@ INLINE void take_forward(arena *a, forward_room *w, const call *c)
     const burst_block *b = c->b;
     w->ld = ROUND_UP(MAX(b->d, b->dim_v), LANES) + LANES;
     take_tile(a, &w->tile, c, 0);
+    take_tile(a, &w->next, c, 0);
     w->p = TAKE(a, REAL, ROUND_UP(c->tile_keys, KR) * NR);
     w->rows = TAKE(a, REAL, NR * w->ld);
     for (int64_t i = 0; i < c->group_panels; i++) {
@@ -137,6 +139,7 @@ NOINLINE int forward_tile(panel *p, forward_room *w, const burst_block *b)
         tile_with_maximum(p, w, from, to, b->d, b->dim_v, sum);
     } else {
         for (int64_t block = from; block < to; block++) {
+            ask_all(w->ahead, 3, to - block);
             REAL *weights = w->p + (block - from) * KR * NR;
             const REAL *k = t->k + block * KR * t->ld_k;
             if (plain && (full || block_sight(t, &p->q, block) == FULL)) {
@@ -160,34 +163,59 @@ NOINLINE int forward_tile(panel *p, forward_room *w, const burst_block *b)
     return (int)((to * KR - 1) / BURST_KEYS_BACKWARD - from * KR / BURST_KEYS_BACKWARD + 1);
 }
 
-static void forward_worker(call *c, int thread, arena scratch)
+/* A task: panels are opened before their first tile and closed behind their last one, while their rows are in L1. */
+static int64_t forward_task(forward_room *w, call *c, int thread, int64_t batch, int64_t head, int64_t group)
 {
     const burst_block *b = c->b;
+    const int64_t first = group * c->group_panels, n = MIN(c->group_panels, c->panels - first), kv_head = head / (b->heads / b->kv_heads);
+    const extent seen = extent_of(b, first * NR, (first + n) * NR);
+    int64_t computed = 0, index = next_tile(c, seen, 0);
+    if (index == c->tiles)
+        for (int64_t i = 0; i < n; i++) {
+            open_panel(&w->panels[i], w, c, batch, head, first + i);
+            close_panel(&w->panels[i], c, batch, head, w->rows, w->ld);
+        }
+    else {
+        load_positions(&w->tile, c, index);
+        pack_forward(&w->tile, c, batch, kv_head, 0, 1);
+    }
+    for (int opened = 0; index < c->tiles; opened = 1) {
+        const int64_t after = next_tile(c, seen, index + 1);
+        if (after < c->tiles) load_positions(&w->next, c, after);
+        for (int64_t i = 0; i < n; i++) {
+            panel *p = &w->panels[i];
+            w->ahead[0].left = w->ahead[1].left = w->ahead[2].left = 0;
+            if (after < c->tiles) stream_keys(w->ahead, &w->next, c, batch, kv_head, i, n);
+            if (!opened) {
+                open_panel(p, w, c, batch, head, first + i);
+                const int64_t row = p->row + NR;
+                w->ahead[2] = stream_of(&b->q, batch, head, row, i + 1 < n ? MIN(row + NR, b->rows_q) : row, b->d, (int)b->type);
+            }
+            computed += forward_tile(p, w, b);
+            if (after < c->tiles)
+                pack_forward(&w->next, c, batch, kv_head, i, n);
+            else
+                close_panel(p, c, batch, head, w->rows, w->ld);
+            if (!carry_on(c, thread)) return computed;
+        }
+        const key_tile done = w->tile;
+        w->tile = w->next;
+        w->next = done;
+        index = after;
+    }
+    return computed;
+}
+
+static void forward_worker(call *c, int thread, arena scratch)
+{
     forward_room w;
     take_forward(&scratch, &w, c);
-    w.how = bend_of(b);
-    const int64_t share = b->heads / b->kv_heads;
+    w.how = bend_of(c->b);
     int64_t computed = 0, t;
     while ((t = atomic_fetch_add(&c->next, 1)) < c->tasks && carry_on(c, thread)) {
         int64_t batch, head, group;
         task_of(c, t, &batch, &head, &group);
-        const int64_t first = group * c->group_panels, n = MIN(c->group_panels, c->panels - first);
-        INT low = INT32_MAX, high = INT32_MIN;
-        for (int64_t i = 0; i < n; i++) {
-            open_panel(&w.panels[i], &w, c, batch, head, first + i);
-            low = MIN(low, w.panels[i].q.lo_min);
-            high = MAX(high, w.panels[i].q.hi_max);
-        }
-        for (int64_t index = 0; index < c->tiles; index++) {
-            if (c->tile_max[index] < low || c->tile_min[index] >= high) continue;
-            load_tile_forward(&w.tile, c, batch, head / share, index);
-            for (int64_t i = 0; i < n; i++) {
-                prefetch_tile(c, batch, head / share, index + 1, i, n);
-                computed += forward_tile(&w.panels[i], &w, b);
-                if (!carry_on(c, thread)) break;
-            }
-        }
-        for (int64_t i = 0; i < n; i++) close_panel(&w.panels[i], c, batch, head, w.rows, w.ld);
+        computed += forward_task(&w, c, thread, batch, head, group);
     }
     atomic_fetch_add(&c->computed, computed);
 }

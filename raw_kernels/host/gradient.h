@@ -58,11 +58,6 @@ NOINLINE void close_gradient(gradient_panel *p, const call *c, int64_t batch, in
 
 /* ---------------------------------------------------------------- dK and dV, in order */
 
-INLINE int group_sees(const call *c, int64_t group, int64_t tile)
-{
-    return c->tile_max[tile] >= c->group_lo[group] && c->tile_min[tile] < c->group_hi[group];
-}
-
 /* Wait until all earlier tasks that see this tile of this key head have added their share; 0: the call was stopped. */
 INLINE int wait_for_turn(call *c, int thread, int64_t batch, int64_t head, int64_t group, int64_t tile)
 {
@@ -70,7 +65,7 @@ INLINE int wait_for_turn(call *c, int thread, int64_t batch, int64_t head, int64
     const int64_t share = b->heads / b->kv_heads;
     int before = 0, all = 0;
     for (int64_t g = 0; g < c->groups; g++) {
-        const int sees_it = group_sees(c, g, tile);
+        const int sees_it = sees_tile(c, c->groups_see[g], tile);
         all += sees_it;
         before += sees_it & (g > group); /* late groups come first */
     }
@@ -101,13 +96,8 @@ INLINE void clear_row(char *row, int64_t step, int64_t n)
 static void prepare_backward(call *c)
 {
     const burst_block *b = c->b;
-    for (int64_t g = 0; g < c->groups; g++) {
-        const int64_t from = g * c->group_panels * NR, to = MIN(from + c->group_panels * NR, b->rows_q);
-        int32_t low = INT32_MAX, high = INT32_MIN;
-        for (int64_t i = from; i < to; i++) low = MIN(low, b->lo[i]), high = MAX(high, b->hi[i]);
-        c->group_lo[g] = low;
-        c->group_hi[g] = high;
-    }
+    for (int64_t g = 0; g < c->groups; g++)
+        c->groups_see[g] = extent_of(b, g * c->group_panels * NR, (g + 1) * c->group_panels * NR);
     for (int64_t i = 0; i < b->batch * b->kv_heads * c->tiles; i++) atomic_init(&c->turn[i], 0);
     if (!b->fresh_kv) return;
 #ifdef _OPENMP

@@ -57,13 +57,18 @@ INLINE void *take(arena *a, int64_t bytes)
 #endif
 #endif
 
+/* What rows [from, to) see, all together. */
+typedef struct {
+    int32_t lo, hi;
+} extent;
+
 typedef struct {
     burst_block *b;
     int64_t tile_keys;
     int64_t panels, group_panels, groups, tiles, tasks;
     int32_t *tile_min, *tile_max; /* [tiles] extremes of the keys' positions */
     atomic_int *turn;             /* [batch * kv_heads * tiles] backward: how many groups have added to dK, dV */
-    int32_t *group_lo, *group_hi; /* [groups] least lo, largest hi: backward */
+    extent *groups_see;           /* [groups] backward */
     atomic_long next;             /* task */
     atomic_int stop, working;
     atomic_long computed;
@@ -96,8 +101,7 @@ INLINE void plan_call(call *c, burst_block *b, int64_t tile_keys, int backward, 
     c->tile_max = TAKE(a, int32_t, c->tiles);
     if (backward) {
         c->turn = TAKE(a, atomic_int, b->batch * b->kv_heads * c->tiles);
-        c->group_lo = TAKE(a, int32_t, c->groups);
-        c->group_hi = TAKE(a, int32_t, c->groups);
+        c->groups_see = TAKE(a, extent, c->groups);
     }
 }
 
@@ -126,6 +130,25 @@ INLINE void task_of(const call *c, int64_t t, int64_t *batch, int64_t *head, int
     *group = c->groups - 1 - t % c->groups;
     *head = t / c->groups % c->b->heads;
     *batch = t / c->groups / c->b->heads;
+}
+
+INLINE extent extent_of(const burst_block *b, int64_t from, int64_t to)
+{
+    extent seen = {INT32_MAX, INT32_MIN};
+    for (int64_t i = from; i < MIN(to, b->rows_q); i++) {
+        seen.lo = MIN(seen.lo, b->lo[i]);
+        seen.hi = MAX(seen.hi, b->hi[i]);
+    }
+    return seen;
+}
+INLINE int sees_tile(const call *c, extent seen, int64_t tile)
+{
+    return c->tile_max[tile] >= seen.lo && c->tile_min[tile] < seen.hi;
+}
+INLINE int64_t next_tile(const call *c, extent seen, int64_t tile)
+{
+    while (tile < c->tiles && !sees_tile(c, seen, tile)) tile++;
+    return tile;
 }
 
 INLINE int64_t now_ns(void)
