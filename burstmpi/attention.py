@@ -507,8 +507,10 @@ class BurstAttention:
         Arrays of a GPU come back in ``arrays`` as CuPy's; missing ``results`` are made.
         """
         self._start(call)
+        given = {name: x for name, x in (arrays | results).items() if x is not None}
         plan, ready = self._meet({"call": call}, lambda: self._check(arrays, results), call, (arrays, results))
         space = self._space(plan.backend)
+        space.borrow([x for name, x in (arrays | results).items() if name in given and x is not given[name]])
         if not ready:
             self._reserve(space, plan, call, arrays, results)
         self._ring.transport = space.transport
@@ -687,7 +689,7 @@ class BurstAttention:
 def _adopt(arrays, results) -> int | None:
     """Take arrays of GPUs as CuPy's, in place; tell their device."""
     everything = {**arrays, **results}
-    device = kinds.adopt_all(everything)
+    device = kinds.adopt_all(everything, results)
     for some in (arrays, results):
         some |= {name: everything[name] for name in some}
     return device

@@ -48,6 +48,9 @@ class Workspace:
     def rehearse(self, plan, call, arrays, results, deed) -> None:
         """Nothing has to be prepared."""
 
+    def borrow(self, arrays) -> None:
+        """A call is done with its arrays when it returns."""
+
     @property
     def pinned_bytes(self) -> int:
         """Of the host's memory, for a GPU."""
@@ -102,6 +105,10 @@ class GpuWorkspace(Workspace):
                 self._rehearsed.clear()
             self._rehearsed.add(key)
 
+    def borrow(self, arrays) -> None:
+        """Keep arrays of other libraries until the kernels of the call that begins are done: they know nothing of our stream."""
+        self.backend.gpu.borrow(arrays)
+
     @property
     def pinned_bytes(self) -> int:
         return self.transport.pinned_bytes + sum(slot.bytes.nbytes for slot in self.backend.index_slots)
@@ -114,6 +121,7 @@ class GpuWorkspace(Workspace):
         with self.backend.on():
             self._quiet()
             self.arena = None
+            self.backend.gpu.borrowed.clear()
 
 
 def _key(plan, call, arrays, results) -> tuple:
