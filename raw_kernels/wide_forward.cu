@@ -8,9 +8,9 @@
  *   for each tile of keys that is seen:
  *       K is there · barrier · V starts
  *       S = scale Q K', bent, masked where the tile is cut
- *       m' = max(m, S);  P = e^(S - m');  l = l e^(m - m') + sum P;  O *= e^(m - m')
+ *       m' = max(m, S);  P = e^(S - m');  l = l e^(m - m') + sum P
  *       V is there · barrier · the next tile's K starts
- *       O += P V
+ *       O = O e^(m - m') + P V, P V summed by itself where registers allow it: a chain of one tile, not of all, rounds less
  *   leave with out = O / l, lse = m + ln l;  nothing seen: 0, -inf
  *
  * With `splits` > 1 a block takes one part of the tiles of keys and leaves a state of its own in Block.work,
@@ -27,6 +27,7 @@ static_assert(SHARED_BYTES == SHARED && SHARED <= SHARED_LIMIT, "shared memory: 
 typedef Layout<TILE_Q, TILE_K, WARPS, 1> Scores;
 typedef Layout<TILE_Q, HEAD_DIM_V, WARPS, 1> Out;
 constexpr int RM = Scores::RM, STEP = Out::STEP;
+constexpr bool AFRESH = Out::RM * Out::RN * (ITEM / 4) <= 64;
 
 struct Partial {
     char *out; /* [split][batch][heads][rows_q][dim_v] */
@@ -93,6 +94,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) forward(const __
         copies_commit();
 
         Scores::Frag s;
+        REAL shrink[RM];
         set_zero(s);
         dot_rows<Scores, HEAD_DIM, SQ, SQ>(s, q_smem, k_smem);
         score<Scores>(s, nullptr, block, how, first_q, first_k, cut);
@@ -101,12 +103,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) forward(const __
             UNROLL for (int j = 1; j < Scores::RN; j++) top = max(top, s[i][j]);
             top = max(row_max(top), m[i]);
             const REAL safe = top == -INF ? (REAL)0 : top;
-            const REAL shrink = exp_of(m[i] - safe);
+            shrink[i] = exp_of(m[i] - safe);
             m[i] = top;
             REAL sum = 0;
             UNROLL for (int j = 0; j < Scores::RN; j++) s[i][j] = exp_of(s[i][j] - safe), sum += s[i][j];
-            l[i] = fma(l[i], shrink, sum);
-            UNROLL for (int j = 0; j < Out::RN; j++) o[i][j] *= shrink;
+            l[i] = fma(l[i], shrink[i], sum);
+            if (!AFRESH) UNROLL for (int j = 0; j < Out::RN; j++) o[i][j] *= shrink[i];
         }
         store_frag<Scores, SP>(p_smem, s);
 
@@ -116,7 +118,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) forward(const __
         if (more)
             load_tile<TILE_K, HEAD_DIM, SQ>(k_smem, block.k, item.batch, kv_head, walk.tile * TILE_K, block.rows_k, block.d);
         copies_commit();
-        times_rows<Out, TILE_K, SP, SV>(o, p_smem, v_smem);
+        if constexpr (AFRESH) {
+            Out::Frag pv;
+            set_zero(pv);
+            times_rows<Out, TILE_K, SP, SV>(pv, p_smem, v_smem);
+            UNROLL for (int i = 0; i < RM; i++) UNROLL for (int j = 0; j < Out::RN; j++) o[i][j] = fma(o[i][j], shrink[i], pv[i][j]);
+        } else {
+            times_rows<Out, TILE_K, SP, SV>(o, p_smem, v_smem);
+        }
     }
 
     UNROLL for (int i = 0; i < RM; i++) {
