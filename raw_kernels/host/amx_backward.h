@@ -16,7 +16,6 @@ typedef struct {
     float *dk, *dv;       /* [keys, depth], [keys, width]: sums of this group for this tile */
     float *rows;          /* [NR, ld], or [PIECES, NR, ld] of bfloat16 */
     int64_t ld, depth, width;
-    stream ahead[4];      /* K, V, dK, dV */
     bend how;
 } backward_room;
 
@@ -142,7 +141,6 @@ NOINLINE int backward_tile(gradient_panel *p, backward_room *w, const call *c, i
     if (from == to) return 0;
     const int capped = w->how.softcap != 0, plain = !capped && !w->how.alibi;
     for (int64_t block = from; block < to; block++) {
-        ask_all(w->ahead, 4, to - block);
         const int64_t at = (block - from) * KR * NR;
         const int cut = !full && block_sight(&t->at, &p->q, block) != FULL;
         bf16_scores(values_of(t, block), columns_of(p->dout, b->dim_v), w->width, w->dp);
@@ -178,9 +176,8 @@ static void backward_worker(call *c, int thread, arena scratch)
     const float scale_k = (float)b->scale / QUERY_FACTOR(b); /* Q brings the rest */
     int64_t computed = 0, t;
     while ((t = atomic_fetch_add(&c->next, 1)) < c->tasks && carry_on(c, thread)) {
-        int64_t batch, head, group;
-        task_of(c, t, &batch, &head, &group);
-        const int64_t first = group * c->group_panels, n = MIN(c->group_panels, c->panels - first);
+        const task k = task_of(c, t);
+        const int64_t batch = k.batch, head = k.head, group = group_of(c, t), first = k.first, n = k.n;
         for (int64_t i = 0; i < n; i++) {
             gradient_panel *p = &w.panels[i];
             open_gradient(p, c, batch, head, first + i);
@@ -189,24 +186,23 @@ static void backward_worker(call *c, int thread, arena scratch)
             p->wild |= load_factor(&b->dout, batch, head, p->row, p->count, b->dim_v, 1, (bf16 *)w.rows, w.ld, p->dout,
                                    p->dout_rows);
         }
-        for (int64_t index = 0; index < c->tiles; index++) {
-            if (!sees_tile(c, c->groups_see[group], index)) continue;
+        for (int64_t index = k.start; index < k.end; index++) {
+            if (!sees_tile(c, k.all, index)) continue;
             load_bf16_tile(&w.tile, c, batch, head / share, index, 1);
-            const int64_t keys = w.tile.at.blocks * KR, first_key = w.tile.at.first, live = w.tile.at.live;
+            const int64_t keys = w.tile.at.blocks * KR;
             memset(w.dk, 0, keys * w.depth * sizeof(float));
             memset(w.dv, 0, keys * w.width * sizeof(float));
             for (int64_t i = 0; i < n; i++) {
-                stream_next(w.ahead, c, batch, head / share, index + 1, i, n);
-                w.ahead[2] = stream_of(&b->dk, batch, head / share, first_key + live * i / n, first_key + live * (i + 1) / n, b->d, BURST_F32);
-                w.ahead[3] = stream_of(&b->dv, batch, head / share, first_key + live * i / n, first_key + live * (i + 1) / n, b->dim_v, BURST_F32);
                 computed += backward_tile(&w.panels[i], &w, c, batch, head);
                 if (!carry_on(c, thread)) break;
             }
-            if (!wait_for_turn(c, thread, batch, head, group, index)) break;
+            const enum turn mine = wait_for_turn(c, thread, batch, head, group, index);
+            if (mine == STOPPED) break;
             for (int64_t i = 0; i < w.tile.at.live; i++) {
                 const int64_t row = w.tile.at.first + i;
-                add_row(row_at(&b->dk, batch, row, head / share), b->dk.step[3], b->d, w.dk + i * w.depth, scale_k);
-                add_row(row_at(&b->dv, batch, row, head / share), b->dv.step[3], b->dim_v, w.dv + i * w.width, 1);
+                char *dk = row_at(&b->dk, batch, row, head / share), *dv = row_at(&b->dv, batch, row, head / share);
+                (mine == FIRST ? put_row : add_row)(dk, b->dk.step[3], b->d, w.dk + i * w.depth, scale_k);
+                (mine == FIRST ? put_row : add_row)(dv, b->dv.step[3], b->dim_v, w.dv + i * w.width, 1);
             }
             pass_turn(c, batch, head, index);
         }

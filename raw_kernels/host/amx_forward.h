@@ -173,17 +173,11 @@ static void forward_worker(call *c, int thread, arena scratch)
     const int64_t share = b->heads / b->kv_heads;
     int64_t computed = 0, t;
     while ((t = atomic_fetch_add(&c->next, 1)) < c->tasks && carry_on(c, thread)) {
-        int64_t batch, head, group;
-        task_of(c, t, &batch, &head, &group);
-        const int64_t first = group * c->group_panels, n = MIN(c->group_panels, c->panels - first);
-        INT low = INT32_MAX, high = INT32_MIN;
-        for (int64_t i = 0; i < n; i++) {
-            open_panel(&w.panels[i], &w, c, batch, head, first + i);
-            low = MIN(low, w.panels[i].q.lo_min);
-            high = MAX(high, w.panels[i].q.hi_max);
-        }
-        for (int64_t index = 0; index < c->tiles; index++) {
-            if (c->tile_max[index] < low || c->tile_min[index] >= high) continue;
+        const task k = task_of(c, t);
+        const int64_t batch = k.batch, head = k.head, first = k.first, n = k.n;
+        for (int64_t i = 0; i < n; i++) open_panel(&w.panels[i], &w, c, batch, head, first + i);
+        for (int64_t index = k.start; index < k.end; index++) {
+            if (!sees_tile(c, k.all, index)) continue;
             load_bf16_tile(&w.tile, c, batch, head / share, index, 0);
             for (int64_t i = 0; i < n; i++) {
                 stream_next(w.ahead, c, batch, head / share, index + 1, i, n);

@@ -5,6 +5,14 @@
 #include "convert.h"
 #include "tasks.h"
 
+#ifndef BURST_KEYS_FORWARD
+#define BURST_KEYS_FORWARD 96
+#endif
+#ifndef BURST_KEYS_BACKWARD
+#define BURST_KEYS_BACKWARD 96 /* the unit in which tiles are counted */
+#endif
+_Static_assert(BURST_KEYS_FORWARD % BURST_KEYS_BACKWARD == 0, "a forward tile is whole backward tiles");
+
 typedef struct {
     REAL *k;              /* [keys, ld_k] rows */
     REAL *v;              /* [keys, ld_v] rows: backward */
@@ -207,5 +215,34 @@ INLINE void seen_blocks(const key_tile *t, const lanes *q, int64_t *from, int64_
     *from = a;
     *to = z;
 }
+
+#ifndef BURST_AMX
+/* What a panel sees of the blocks [from, to) of a tile: of each one, and in runs of blocks that are alike. */
+typedef struct {
+    span spans[(BURST_KEYS_FORWARD + KR - 1) / KR];
+    run_of_keys runs[(BURST_KEYS_FORWARD + KR - 1) / KR];
+    int n;
+} edges;
+
+NOINLINE void find_edges(edges *e, const key_tile *t, const lanes *q, int64_t from, int64_t to)
+{
+    e->n = 0;
+    for (int64_t block = from; block < to; block++) {
+        span s = {VR, 0};
+        for (int j = 0; j < VR; j++)
+            if (t->block_max[block] >= q->vector_lo[j] && t->block_min[block] < q->vector_hi[j]) {
+                s.first = MIN(s.first, j);
+                s.last = j + 1;
+            }
+        if (block_sight(t, q, block) == FULL) s = (span){0, VR};
+        e->spans[block - from] = s;
+        run_of_keys *last = &e->runs[e->n - 1];
+        if (e->n && last->seen.first == s.first && last->seen.last == s.last)
+            last->keys += KR;
+        else
+            e->runs[e->n++] = (run_of_keys){KR, s};
+    }
+}
+#endif
 
 #endif
