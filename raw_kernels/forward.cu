@@ -93,6 +93,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const __grid_const
     const u32 smem = shared_address(memory);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     Desk &desk = ((Desk *)(memory + DESK_SMEM))[warp];
+    /* the same, found anew where it is needed if the main loop has no register for it */
+    auto own_desk = [&]() -> Desk & { return SPARE ? desk : ((Desk *)(memory + DESK_SMEM))[thread_index() / 32]; };
     const bool fresh = block.first || block.splits > 1;
     State state;
     {
@@ -124,7 +126,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const __grid_const
 #else
     const float c = (float)(block.scale * 1.4426950408889634);
 #endif
-    const int2 kept = KEEP_INTERVAL ? lane_interval(block, desk.item.tile) : int2{0, 0};
+    const int2 kept = SPARE ? lane_interval(block, desk.item.tile) : int2{0, 0};
     Addresses at;
     UNROLL for (int i = 0; i < PagesK::BASES; i++)
         at.k[i] = opaque((smem + K_SMEM + PagesK::at(lane % 8 + 8 * (lane / 16), lane / 8 % 2)) ^ (32 * i));
@@ -138,12 +140,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const __grid_const
     const u32 to_v_other = alike ? to_k_other + V_SMEM - K_SMEM : opaque(to_v ^ 64);
     NO_UNROLL while (agreed(now.tile >= 0)) {
 #if !BENT
-        if (agreed(!now.one) && agreed(stage == 0 && desk.started && desk.whole)) {
+        if (Desk &desk = own_desk(); agreed(!now.one) && agreed(stage == 0 && desk.started && desk.whole)) {
             /* ---------------- the main loop: full tiles that another one follows, two a trip.  `now` is on its way into stage 0 */
             /* Where this thread's part of the tile to be asked for next begins: the one below.  V with one stage: the one at hand. */
             const char *from_k = share_of<HEAD_DIM>(desk.k, (int)block.k.row, (now.tile - 1) * TILE_K, thread_index());
             const char *from_v = share_of<HEAD_DIM_V>(desk.v, (int)block.v.row, (now.tile - (V_STAGES - 1)) * TILE_K, thread_index());
             const int step_k = (int)block.k.row * Share<HEAD_DIM>::PASS, step_v = (int)block.v.row * Share<HEAD_DIM_V>::PASS;
+            typedef If<SPARE, int, i64>::type Step; /* which is shorter depends on how many registers are left */
             int ahead = run_below(desk, now.tile); /* tiles of the run that are not asked for yet */
             /* wait for the tile in `stage`, and ask for the next one */
             auto turn = [&](int stage) {
@@ -156,28 +159,29 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const __grid_const
                 copy_tile<HEAD_DIM>(to_k + (1 - stage) * K_BYTES, to_k_other + (1 - stage) * K_BYTES, from_k, step_k, block.d);
                 if (V_STAGES == 2) copy_tile<HEAD_DIM_V>(to_v + (1 - stage) * V_BYTES, to_v_other + (1 - stage) * V_BYTES, from_v, step_v, block.dim_v);
                 copies_commit();
-                from_k -= (i64)block.k.row * TILE_K, from_v -= (i64)block.v.row * TILE_K;
+                from_k -= (Step)block.k.row * TILE_K, from_v -= (Step)block.v.row * TILE_K;
                 ahead--;
             };
             const Hidden none = {};
             constexpr int OTHER_V = V_STAGES == 2 ? V_BYTES : 0;
             NO_UNROLL for (;;) {
-                if (agreed(ahead == 0) && !run_goes_on(block, desk, ahead)) break;
+                if (agreed(ahead == 0) && !run_goes_on(block, own_desk(), ahead)) break;
                 turn(0);
                 if (!take_tile<false>(state, at, 0, 0, c, none)) take_classic(state, at, 0, 0, c, none, Bend{});
                 stage = 1;
-                if (agreed(ahead == 0) && !run_goes_on(block, desk, ahead)) break;
+                if (agreed(ahead == 0) && !run_goes_on(block, own_desk(), ahead)) break;
                 turn(1);
                 if (!take_tile<false>(state, at, K_BYTES, OTHER_V, c, none)) take_classic(state, at, K_BYTES, OTHER_V, c, none, Bend{});
                 stage = 0;
             }
-            now = {desk.lowest, 0}; /* the last one goes the general way */
+            now = {own_desk().lowest, 0}; /* the last one goes the general way */
         }
 #endif
         /* ---------------- any tile: cut, not whole, the first one */
+        Desk &desk = own_desk();
         NO_UNROLL do {
             const int first = block.extent[now.tile].x; /* position of its first key, where they are consecutive */
-            const int2 interval = KEEP_INTERVAL ? kept : lane_interval(block, desk.item.tile);
+            const int2 interval = SPARE ? kept : lane_interval(block, desk.item.tile);
             copies_wait<0>();
             __syncthreads();
             if (V_STAGES == 1) {
@@ -224,7 +228,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const __grid_const
         __syncwarp();
     }
     copies_wait<0>();
-    leave(state, block, desk.item);
+    leave(state, block, own_desk().item);
 }
 
 /* The partial states of a tile's rows and, unless it is the first block, the running state become one:

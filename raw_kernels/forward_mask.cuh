@@ -15,7 +15,6 @@
 
 constexpr int WORDS = (TILE_K + 31) / 32;
 constexpr int ROWS = 2 * SLABS; /* of a thread */
-constexpr bool KEEP_INTERVAL = Q_IN_REGISTERS; /* in registers, where there are enough of them */
 static_assert(TILE_K <= 64 && TILE_K % 16 == 0, "a row's keys are at most two words");
 
 /* Bit 8 (n % 4) + 4 slab + 2 h + e of word n / 4: key 8 n + 2 (lane % 4) + e is hidden from row 16 slab + 8 h + lane / 4. */
@@ -103,6 +102,14 @@ DEVICE Columns columns_of_any(const Block &block, int2 interval, int tile)
     return columns;
 }
 
+/* Bits of a where the mask has ones, else of b; told as one instruction, or the compiler takes each field by itself. */
+DEVICE u32 chosen(u32 mask, u32 a, u32 b)
+{
+    u32 x;
+    asm("lop3.b32 %0, %1, %2, %3, 0xca;" : "=r"(x) : "r"(mask), "r"(a), "r"(b));
+    return x;
+}
+
 /* From rows of lanes to scores of threads.  The whole warp calls it. */
 DEVICE Hidden gather(const Columns &columns)
 {
@@ -114,8 +121,8 @@ DEVICE Hidden gather(const Columns &columns)
             const u32 x = i < ROWS ? __shfl_sync(~0u, columns.word[word], i, 4) : 0;
             row[i] = __funnelshift_l(x, x, 2 * i - 2 * quarter);
         }
-        const u32 low = (row[0] & 0x33333333) | (row[1] & ~0x33333333), high = (row[2] & 0x33333333) | (row[3] & ~0x33333333);
-        hidden.word[word] = (low & 0x0f0f0f0f) | (high & ~0x0f0f0f0f);
+        const u32 low = chosen(0x33333333, row[0], row[1]), high = chosen(0x33333333, row[2], row[3]);
+        hidden.word[word] = chosen(0x0f0f0f0f, low, high);
     }
     return hidden;
 }

@@ -15,6 +15,7 @@
 
 #define BENT (BURST_SOFTCAP || BURST_ALIBI) /* a score is not just a scaled product */
 
+constexpr bool SPARE = Q_IN_REGISTERS; /* narrow heads: the main loop leaves registers to spare */
 constexpr int THREADS = 32 * WARPS;
 constexpr int WARP_ROWS = TILE_Q / WARPS;
 constexpr int SLABS = WARP_ROWS / 16;       /* m16 slabs of a warp */
@@ -24,6 +25,13 @@ constexpr int STEPS_K = TILE_K / 16;        /* k16 steps of O += P V */
 
 static_assert(TILE_Q == WARPS * SLABS * 16 && (SLABS == 1 || SLABS == 2), "a warp has 16 or 32 rows");
 static_assert(TILE_K % FULL_CHUNK == 0 && FULL_CHUNK % 16 == 0 && TILE_K % CUT_CHUNK == 0 && CUT_CHUNK % 16 == 0, "chunks of 16 keys");
+
+template <bool X, class A, class B> struct If {
+    typedef A type;
+};
+template <class A, class B> struct If<false, A, B> {
+    typedef B type;
+};
 
 /* Rows of 16-bit numbers in shared memory: pages of 64 columns (128 bytes a row), or of 32 where DIM is no multiple of
  * 64.  The 16-byte pieces of a row are swapped by an XOR with its number, so that 8 rows at one column (a phase of
@@ -187,6 +195,20 @@ template <int DIM> struct Share {
     static DEVICE_MEMBER u32 target(u32 thread) { return Pages<DIM>::at(row(thread), piece(thread)); }
 };
 
+/* This thread's part of a row: its pieces number I and later. */
+template <int DIM, int I> DEVICE void copy_row(u32 to, u32 to_other, const char *from, int columns)
+{
+    typedef Pages<DIM> P;
+    typedef Share<DIM> S;
+    if constexpr (I < P::COUNT * S::HALVES) {
+        constexpr int PAGE = I / S::HALVES, HALF = I % S::HALVES, OFFSET = PAGE * P::ROW + HALF * 64;
+        const u32 target = (HALF ? to_other : to) + PAGE * (TILE_K * P::ROW);
+        if (PADDED) copy16_or_zero(target, from + OFFSET, (PAGE * P::PIECES + HALF * 4 + S::piece(thread_index())) * 8 < columns);
+        else copy16_from<OFFSET>(target, from);
+        copy_row<DIM, I + 1>(to, to_other, from, columns);
+    }
+}
+
 /* A whole tile of keys.  to: this thread's piece, and piece + 4, which lie in the other half of a row; from: the piece in
  * its first row; step: bytes of PASS rows. */
 template <int DIM> DEVICE void copy_tile(u32 to, u32 to_other, const char *from, int step, int columns)
@@ -195,13 +217,7 @@ template <int DIM> DEVICE void copy_tile(u32 to, u32 to_other, const char *from,
     typedef Share<DIM> S;
     static_assert(TILE_K % S::PASS == 0, "a tile of keys is a whole number of passes");
     UNROLL for (int i = 0; i < TILE_K / S::PASS; i++)
-        UNROLL for (int page = 0; page < P::COUNT; page++)
-            UNROLL for (int half = 0; half < S::HALVES; half++) {
-                const u32 target = (half ? to_other : to) + page * (TILE_K * P::ROW) + i * (S::PASS * P::ROW);
-                const char *source = from + (i64)step * i + page * P::ROW + half * 64;
-                if (PADDED) copy16_or_zero(target, source, (page * P::PIECES + half * 4 + S::piece(thread_index())) * 8 < columns);
-                else copy16(target, source);
-            }
+        copy_row<DIM, 0>(to + i * (S::PASS * P::ROW), to_other + i * (S::PASS * P::ROW), from + (i64)step * i, columns);
 }
 
 /* Where a thread's part of a tile of keys begins, in rows whose distance fits 32 bits. */
