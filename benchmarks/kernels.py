@@ -64,7 +64,7 @@ def forward_loops(kernel, arch) -> dict[str, Loop]:
     scores = slabs * 4 * keys // 8  # of a thread
     return {
         "full": Loop(2 * hmma, {"LDGSTS": 2 * copies}),
-        "cut": Loop(hmma, {"LDGSTS": copies, "ISETP": scores}),
+        "cut": Loop(hmma, {"LDGSTS": copies, "FSEL": scores, "SHFL": slabs * 2 * -(-keys // 32)}),
     }
 
 

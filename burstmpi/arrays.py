@@ -9,31 +9,44 @@ import sys
 
 import numpy as np
 
+from . import dlpack
+
 __all__ = ["adopt", "adopt_all", "check_layout", "current_device", "on_gpu", "reason", "shares_memory"]
 
-CUDA = 2  # kDLCUDA of DLPack
 ALIGNED = 16  # bytes: what a thread of a kernel loads at once
+
+
+def _is_cupys(x) -> bool:
+    cupy = sys.modules.get("cupy")
+    return cupy is not None and isinstance(x, cupy.ndarray)
 
 
 def on_gpu(x) -> bool:
     """Whether something is an array on a CUDA device."""
     if isinstance(x, np.ndarray):
         return False
+    if _is_cupys(x):
+        return True
     if hasattr(x, "__dlpack_device__"):
-        return int(x.__dlpack_device__()[0]) == CUDA
+        return int(x.__dlpack_device__()[0]) in (dlpack.CUDA, dlpack.MANAGED)
     return hasattr(x, "__cuda_array_interface__")
 
 
-def adopt(name, x):
+def adopt(name, x, written=False):
     """Give an array of a GPU as CuPy's, with no copy; all else as it is.
+
+    Parameters
+    ----------
+    written : whether it is a buffer for a result
 
     Raises
     ------
     TypeError
         CuPy is missing or cannot take it: the reason in one line.
+    ValueError
+        A buffer for a result that may not be written.
     """
-    cupy = sys.modules.get("cupy")
-    if cupy is not None and isinstance(x, cupy.ndarray) or not on_gpu(x):
+    if _is_cupys(x) or not on_gpu(x):
         return x
     try:
         import cupy
@@ -41,13 +54,23 @@ def adopt(name, x):
         raise TypeError(f"{name}: is on a GPU, and CuPy cannot be imported: {reason(error)}") from None
     try:
         # By DLPack the owner orders its work before ours; the other interface names its stream, and CuPy waits for it.
-        return cupy.from_dlpack(x) if hasattr(x, "__dlpack__") else cupy.asarray(x)
+        if hasattr(x, "__dlpack__"):
+            taken, locked = dlpack.take(x, cupy)
+        else:
+            taken, locked = cupy.asarray(x), bool(x.__cuda_array_interface__["data"][1])
     except Exception as error:
         raise TypeError(f"{name}: CuPy cannot take this {type(x).__name__}: {reason(error)}") from None
+    if written and locked:
+        raise ValueError(f"{name}: the buffer is read-only")
+    return taken
 
 
-def adopt_all(arrays: dict) -> int | None:
+def adopt_all(arrays: dict, written=()) -> int | None:
     """Adopt arrays in place; tell the device on which all of them are, None for the host.
+
+    Parameters
+    ----------
+    written : names of buffers for results
 
     Raises
     ------
@@ -59,7 +82,7 @@ def adopt_all(arrays: dict) -> int | None:
     where: dict[str, int | None] = {}
     for name, x in arrays.items():
         if x is not None:
-            arrays[name] = x = adopt(name, x)
+            arrays[name] = x = adopt(name, x, name in written)
             where[name] = int(x.device.id) if on_gpu(x) else None
     if not where:
         return None
@@ -90,7 +113,10 @@ def current_device() -> int:
 def _word(device, x) -> str:
     if device is not None:
         return f"on GPU {device}"
-    return "a NumPy array" if isinstance(x, np.ndarray) else f"a {type(x).__name__}"
+    if isinstance(x, np.ndarray):
+        return "a NumPy array"
+    kind = f" of DLPack device type {int(x.__dlpack_device__()[0])}" if hasattr(x, "__dlpack_device__") else ""
+    return f"a {type(x).__name__}{kind}"
 
 
 def check_layout(name, x) -> None:

@@ -21,7 +21,7 @@ from . import backends, checks, placement
 from .backends.base import Dims, Tally, Work
 from .layout import check_explicit, place, placement_of
 from .plan import Plan
-from .ring import CHUNK, Cargo, Partials, Ring, cuda_support, deadline_of, node_name
+from .ring import CHUNK, Cargo, Partials, Rehearsal, Ring, cuda_support, deadline_of, node_name
 from .rows import gather as gather_rows
 from .rows import shard as shard_rows
 from .rules import Rules, Sight
@@ -45,7 +45,7 @@ class Stats:
     messages: int = 0
     compute_seconds: float = 0.0  # in kernels, progress calls included; of a GPU: launching, and waiting for it to be ready
     wait_seconds: float = 0.0  # for other ranks, the agreement before the call included
-    tiles: int = 0  # pairs (query tile, key tile) of a head that were computed here; a GPU does not count them
+    tiles: int = 0  # pairs (query tile, key tile) of a head that were computed here, by all kernels of the call together
     tiles_skipped: int = 0  # pairs that a rule spared
     transport: str = ""  # "host", "direct" (device pointers to MPI) or "staged" (through pinned memory)
     transport_why: str = ""  # what decided it
@@ -340,31 +340,34 @@ class BurstAttention:
         """
         arrays, results = {"q": q, "k": k, "v": v}, {"out": out, "lse": lse}
         plan, space = self._agree("forward", arrays, results)
-        ring, backend = self._ring, plan.backend
-        with self._guard(), backend.call():
-            (q, k, v), out, lse = arrays.values(), results["out"], results["lse"]
-            room = plan.rooms["forward"].views(backend, space.arena)
-            state = room.get("out", out)
-            steps = plan.steps["kv"]
-            busy = [step.index for step in steps if step.compute]
-            if not busy:
-                ring.complete(backend.clear(out))
-                ring.complete(backend.clear(lse, -np.inf))
-            at, lo, hi = plan.intervals(ring.rank, room, ring.progress)
-            tally = Tally()
-
-            def visit(step, parcel, _):
-                keys, values = (k, v) if step.index == 0 else plan.open(parcel, "kv", step.guest)
-                sight = Sight(at, lo, hi, plan.key_positions(step.guest, room, ring.progress))
-                work = Work(sight, plan.scores, room["scratch"], ring.progress, tally)
-                last = step.index == busy[-1] and state is not out
-                first = step.index == busy[0]
-                return backend.attend(q, keys, values, state, lse, work, first=first, final=out if last else None)
-
-            cargo = self._cargo(plan, "kv", room, (k, v))
-            ring.travel(steps, cargo, visit)
+        tally = Tally()
+        with self._guard(), plan.backend.call():
+            self._forward(self._ring, plan, space, arrays, results, tally)
             self._count("forward", "kv", plan, tally, space)
-        return out, lse
+        return results["out"], results["lse"]
+
+    def _forward(self, ring, plan, space, arrays, results, tally) -> None:
+        """Forward itself, over a Ring or a Rehearsal."""
+        backend = plan.backend
+        (q, k, v), out, lse = arrays.values(), results["out"], results["lse"]
+        room = plan.rooms["forward"].views(backend, space.arena)
+        state = room.get("out", out)
+        steps = plan.steps["kv"]
+        busy = [step.index for step in steps if step.compute]
+        if not busy:
+            ring.complete(backend.clear(out))
+            ring.complete(backend.clear(lse, -np.inf))
+        at, lo, hi = plan.intervals(ring.rank, room, ring.progress)
+
+        def visit(step, parcel, _):
+            keys, values = (k, v) if step.index == 0 else plan.open(parcel, "kv", step.guest)
+            sight = Sight(at, lo, hi, plan.key_positions(step.guest, room, ring.progress))
+            work = Work(sight, plan.scores, room["scratch"], ring.progress, tally)
+            last = step.index == busy[-1] and state is not out
+            first = step.index == busy[0]
+            return backend.attend(q, keys, values, state, lse, work, first=first, final=out if last else None)
+
+        ring.travel(steps, self._cargo(ring, plan, "kv", room, (k, v)), visit)
 
     # ------------------------------------------------------------ backward
 
@@ -394,45 +397,48 @@ class BurstAttention:
         """
         arrays, results = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse}, {"dq": dq, "dk": dk, "dv": dv}
         plan, space = self._agree("backward", arrays, results)
-        ring, backend = self._ring, plan.backend
-        with self._guard(), backend.call():
-            q, k, v, dout, out, lse = arrays.values()
-            travels = plan.travels
-            room = plan.rooms["backward"].views(backend, space.arena)
-            sums = {name: room.get(name, result) for name, result in results.items()}
-            delta = room["delta"]
-            ring.complete(backend.delta(dout, out, delta))
-            steps = plan.steps[travels]
-            following, staying = (("dq",), ("dk", "dv")) if travels == "q" else (("dk", "dv"), ("dq",))
-            # The first block that is computed overwrites a sum; where there is none, the sum is 0.
-            untouched = () if steps[0].compute else following
-            untouched += () if any(step.compute for step in steps) else staying
-            for name in untouched:
-                ring.complete(backend.clear(sums[name]))
-            tally = Tally()
-            visit = (self._visit_q if travels == "q" else self._visit_kv)(
-                plan, room, sums, (dout, q, k, v, lse, delta), steps, tally
-            )
-            cargo = self._cargo(plan, travels, room, (q, dout, delta, lse) if travels == "q" else (k, v))
-            partials = self._partials(plan, travels, room)
-            way = plan.ways[travels]
-            home = way.host_of_last_step(ring.rank) if way.last[ring.rank] else None
-            ring.travel(steps, cargo, visit, partials, home)
-            if home is not None:
-                ring.transport.compute_reads(partials.home)
-                came = plan.open_partial(room["home"], travels, ring.rank)
-                for name, share in zip(following, came):
-                    ring.complete(backend.add(sums[name], share))
-            for name, result in results.items():
-                if sums[name] is not result:
-                    ring.complete(backend.copy(result, sums[name]))
-            self._count("backward", travels, plan, tally, space)
+        tally = Tally()
+        with self._guard(), plan.backend.call():
+            self._backward_pass(self._ring, plan, space, arrays, results, tally)
+            self._count("backward", plan.travels, plan, tally, space)
         return results["dq"], results["dk"], results["dv"]
 
-    def _visit_q(self, plan, room, sums, arrays, steps, tally):
+    def _backward_pass(self, ring, plan, space, arrays, results, tally) -> None:
+        """Backward itself, over a Ring or a Rehearsal."""
+        backend, travels = plan.backend, plan.travels
+        q, k, v, dout, out, lse = arrays.values()
+        room = plan.rooms["backward"].views(backend, space.arena)
+        sums = {name: room.get(name, result) for name, result in results.items()}
+        delta = room["delta"]
+        ring.complete(backend.delta(dout, out, delta))
+        steps = plan.steps[travels]
+        following, staying = (("dq",), ("dk", "dv")) if travels == "q" else (("dk", "dv"), ("dq",))
+        # The first block that is computed overwrites a sum; where there is none, the sum is 0.
+        untouched = () if steps[0].compute else following
+        untouched += () if any(step.compute for step in steps) else staying
+        for name in untouched:
+            ring.complete(backend.clear(sums[name]))
+        visit = (self._visit_q if travels == "q" else self._visit_kv)(
+            ring, plan, room, sums, (dout, q, k, v, lse, delta), steps, tally
+        )
+        cargo = self._cargo(ring, plan, travels, room, (q, dout, delta, lse) if travels == "q" else (k, v))
+        partials = self._partials(ring, plan, travels, room)
+        way = plan.ways[travels]
+        home = way.host_of_last_step(ring.rank) if way.last[ring.rank] else None
+        ring.travel(steps, cargo, visit, partials, home)
+        if home is not None:
+            ring.transport.compute_reads(partials.home)
+            came = plan.open_partial(room["home"], travels, ring.rank)
+            for name, share in zip(following, came):
+                ring.complete(backend.add(sums[name], share))
+        for name, result in results.items():
+            if sums[name] is not result:
+                ring.complete(backend.copy(result, sums[name]))
+
+    def _visit_q(self, ring, plan, room, sums, arrays, steps, tally):
         """Queries come by; dK and dV stay, the visitor's dQ is made afresh and travels on."""
         dout, q, k, v, lse, delta = arrays
-        ring, backend = self._ring, plan.backend
+        backend = plan.backend
         first = next((step.index for step in steps if step.compute), None)
         pos = plan.key_positions(ring.rank, room, ring.progress)
 
@@ -453,10 +459,10 @@ class BurstAttention:
 
         return visit
 
-    def _visit_kv(self, plan, room, sums, arrays, steps, tally):
+    def _visit_kv(self, ring, plan, room, sums, arrays, steps, tally):
         """Keys come by; dQ stays, the visitor's dK and dV are made afresh and travel on."""
         dout, q, k, v, lse, delta = arrays
-        ring, backend = self._ring, plan.backend
+        backend = plan.backend
         first = next((step.index for step in steps if step.compute), None)
         at, lo, hi = plan.intervals(ring.rank, room, ring.progress)
 
@@ -496,29 +502,28 @@ class BurstAttention:
         return _Guard(self._ring, shared)
 
     def _agree(self, call, arrays, results) -> tuple[Plan, Workspace]:
-        """Check this rank's arrays, ask the others, and find or make the plan; allocate what is missing.
+        """Check this rank's arrays, ask the others, and find or make the plan; allocate and compile what is missing.
 
         Arrays of a GPU come back in ``arrays`` as CuPy's; missing ``results`` are made.
         """
         self._start(call)
-        plan, ready = self._meet({"call": call}, lambda: self._check(arrays, results), call)
+        given = {name: x for name, x in (arrays | results).items() if x is not None}
+        plan, ready = self._meet({"call": call}, lambda: self._check(arrays, results), call, (arrays, results))
         space = self._space(plan.backend)
+        space.borrow([x for name, x in (arrays | results).items() if name in given and x is not given[name]])
         if not ready:
-            self._reserve(space, plan, call)
+            self._reserve(space, plan, call, arrays, results)
         self._ring.transport = space.transport
-        with self._guard(), plan.backend.on():
-            for name, (shape, dtype) in plan.results(call).items():
-                if results[name] is None:
-                    results[name] = plan.backend.empty(shape, dtype)
         return plan, space
 
-    def _meet(self, common, look, call=None) -> tuple[Plan, bool]:
+    def _meet(self, common, look, call=None, arrays=()) -> tuple[Plan, bool]:
         """Ask the others what they say, and find or make the plan for it; collective.
 
         Parameters
         ----------
         look : gives (Dims, (rows of queries, rows of keys), Backend) of this rank, or raises what is wrong
         call : the call for which the workspace is wanted, or None
+        arrays : its arrays and results, by name
 
         Returns
         -------
@@ -534,7 +539,7 @@ class BurstAttention:
         plan = self._plans.pop(key, None)
         if plan is not None:
             self._plans[key] = plan  # the last one used is the last one dropped
-        fits = plan is not None and (call is None or self._space(backend).fits(plan, call))
+        fits = plan is not None and (call is None or self._space(backend).fits(plan, call, *arrays))
         with self._guard():
             known, ready = self._ring.agreed(common, plan.number if plan else 0, fits, problem is None)
         if not known:
@@ -568,7 +573,12 @@ class BurstAttention:
             for name, x in apart:
                 if name != "lse":
                     kinds.check_layout(name, x)
-        return dims, (q.shape[1], k.shape[1]), self._serving(device, "q")
+        backend = self._serving(device, "q")
+        with backend.on():  # here, so that a rank that has no memory for them is heard by all
+            for name in results:
+                if results[name] is None:
+                    results[name] = backend.empty(shapes[name], dims.accumulator if name == "lse" else dtype)
+        return dims, (q.shape[1], k.shape[1]), backend
 
     def _dims(self, q, k, v, dtype, on_gpu) -> Dims:
         checks.heads_of_slopes(self._rules.alibi_slopes, q[2])
@@ -580,7 +590,7 @@ class BurstAttention:
     def _plan(self, common, dims, rows, backend, key, problem) -> Plan:
         """Make a plan together: collective; raises alike on every rank."""
         ring = self._ring
-        with self._guard(TypeError, ValueError):
+        with self._guard(TypeError, ValueError, MemoryError):
             seat = backend.gpu.device.pci_bus_id if hasattr(backend, "gpu") else None
             everyone = ring.settle(common, (rows, seat), problem)
             if seat is not None and id(backend) not in self._seated:
@@ -600,14 +610,16 @@ class BurstAttention:
         self._plans[key] = plan
         return plan
 
-    def _reserve(self, space, plan, call) -> None:
-        """Make room, on all ranks or on none."""
+    def _reserve(self, space, plan, call, arrays, results) -> None:
+        """Make room, and the kernels of a GPU, on all ranks or on none."""
         problem = None
+        body = self._forward if call == "forward" else self._backward_pass
         try:
             space.reserve(plan, call)
-        except MemoryError as error:
+            space.rehearse(plan, call, arrays, results, lambda: body(Rehearsal(plan.rank), plan, space, arrays, results, Tally()))
+        except Exception as error:  # whatever it is, the other ranks must hear of it
             problem = error
-        with self._guard(MemoryError):
+        with self._guard(TypeError, ValueError, MemoryError, checks.KernelError):
             self._ring.settle({}, None, problem)
 
     def workspace_bytes(self, q, k, v, dtype, *, backward=True, gpu=None) -> int:
@@ -639,19 +651,19 @@ class BurstAttention:
         nbytes = max(plan.nbytes("forward"), plan.nbytes("backward") if backward else 0)
         return nbytes + (plan.backend.slack if nbytes else 0)
 
-    def _cargo(self, plan, travels, room, mine) -> Cargo:
+    def _cargo(self, ring, plan, travels, room, mine) -> Cargo:
         """Pack this rank's own parcel, where it travels."""
-        carrier = self._ring.transport
+        carrier = ring.transport
         here = carrier.lane(room["here"])
-        if plan.ways[travels].last[self._ring.rank]:
-            parcel = plan.open(room["here"], travels, self._ring.rank)
+        if plan.ways[travels].last[ring.rank]:
+            parcel = plan.open(room["here"], travels, ring.rank)
             for target, source in zip(parcel, mine):
-                self._ring.complete(plan.backend.copy(target, source))
+                ring.complete(plan.backend.copy(target, source))
             carrier.computed(writes=[here])
         return Cargo(here, carrier.lane(room["there"]), plan.parcel_bytes[travels])
 
-    def _partials(self, plan, travels, room) -> Partials:
-        ring, backend, lane = self._ring, plan.backend, self._ring.transport.lane
+    def _partials(self, ring, plan, travels, room) -> Partials:
+        backend, lane = plan.backend, ring.transport.lane
 
         def each(verb, *buffers, traveller):
             for arrays in zip(*(plan.open_partial(b, travels, traveller) for b in buffers)):
@@ -665,17 +677,19 @@ class BurstAttention:
         )  # fmt: skip
 
     def _count(self, call, travels, plan, tally, space) -> None:
-        ring, counted = self._ring, not hasattr(plan.backend, "gpu")
+        ring = self._ring
+        on_gpu = hasattr(plan.backend, "gpu")  # which does not tell what its kernels do: what they will do is known
+        tiles, every = plan.tile_pairs(call) if on_gpu else (tally.tiles, plan.all_tiles[travels])
         self.stats = Stats(
             call, travels, plan.backend.name, ring.bytes_sent, ring.messages, ring.compute_seconds, ring.wait_seconds,
-            tally.tiles, plan.all_tiles[travels] - tally.tiles if counted else 0, space.transport.name, space.why,
+            tiles, every - tiles, space.transport.name, space.why,
         )  # fmt: skip
 
 
 def _adopt(arrays, results) -> int | None:
     """Take arrays of GPUs as CuPy's, in place; tell their device."""
     everything = {**arrays, **results}
-    device = kinds.adopt_all(everything)
+    device = kinds.adopt_all(everything, results)
     for some in (arrays, results):
         some |= {name: everything[name] for name in some}
     return device

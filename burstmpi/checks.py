@@ -14,13 +14,17 @@ import numpy as np
 
 from .arrays import on_gpu, shares_memory
 
-__all__ = ["LAYOUTS", "WAYS", "accumulator"]
+__all__ = ["LAYOUTS", "WAYS", "KernelError", "accumulator"]
 
 LAYOUTS = ("contiguous", "zigzag", "striped")
 WAYS = ("auto", "q", "kv")
 TYPES = ("float64", "float32", "float16", "bfloat16")
 IDS = "(document ids become boundaries by burstmpi.boundaries)"
 MAX_LENGTH = 2**31 - 2  # positions are int32, and so is the end of the last interval
+
+
+class KernelError(RuntimeError):
+    """A kernel of the GPU cannot be compiled or loaded: the text says on which rank, which one and why."""
 
 
 # ---------------------------------------------------------------- options

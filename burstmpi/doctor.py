@@ -160,7 +160,15 @@ def examine(everyone: list[Facts]) -> list[Finding]:
             who = "" if len(ranks) == len(everyone) else f"rank{'s' * (len(ranks) > 1)} {_list(ranks)}: "
             found.append(Finding(fatal, who + text, advice))
 
+    def tell_each(fatal, told, text, advice):
+        """One finding for each different text that ranks tell, in the order of texts; ``advice`` may depend on it."""
+        for words in sorted({words for f in everyone for words in told(f)}):
+            what = advice(words) if callable(advice) else advice
+            serious = fatal(words) if callable(fatal) else fatal
+            tell(serious, ranks_where(lambda f: words in told(f)), text + words, what)
+
     ranks_where = lambda test: [f.rank for f in everyone if test(f)]  # noqa: E731
+    some = lambda words: [words] if words else []  # noqa: E731
     first = everyone[0]
     if first.size == 1 and first.tasks > 1:
         tell(
@@ -183,32 +191,25 @@ def examine(everyone: list[Facts]) -> list[Finding]:
                 f"fewer ranks, or OMP_NUM_THREADS={max(1, len(cpus) // len(here))}; with mpirun --bind-to core, with "
                 "srun --cpus-per-task",
             )  # fmt: skip
-    for text in sorted({f.compile_error for f in everyone if f.compile_error}):
-        tell(
-            False, ranks_where(lambda f: f.compile_error == text), f"no compiled host kernels: {text}",
-            "install a C compiler (cc); until then NumPy computes on the CPU, many times slower",
-        )  # fmt: skip
-    with_gpu, without = ranks_where(lambda f: f.gpu), [f for f in everyone if not f.gpu]
-    for text in sorted({f.gpu_error for f in without if f.gpu_error}):
-        who = [f.rank for f in without if f.gpu_error == text]
-        old = "nsufficientDriver" in text or "insufficient" in text
-        missing = "cannot be imported" in text
-        advice = "pip install burstmpi[cuda], if this job should use GPUs" if missing else (
-            "the driver is older than CuPy's CUDA: a newer driver, or a CuPy for an older CUDA (cupy-cuda12x); on a "
-            "machine without a GPU there is nothing to do" if old
-            else "ask for GPUs (srun --gpus-per-task=1), look at nvidia-smi and CUDA_VISIBLE_DEVICES"
-        )
-        tell(bool(with_gpu) and not missing, who, f"no GPU: {text}", advice)
-    old = ranks_where(lambda f: f.gpu and f.driver < f.runtime and f.driver // 1000 < f.runtime // 1000)
-    tell(
-        True, old, f"the driver (CUDA {_version(first.driver)}) is older than CuPy's toolkit ({_version(first.runtime)})",
-        "a newer driver, or the CuPy wheel of the driver's CUDA (cupy-cuda12x)",
+    tell_each(
+        False, lambda f: some(f.compile_error), "no compiled host kernels: ",
+        "install a C compiler (cc); until then NumPy computes on the CPU, many times slower",
     )  # fmt: skip
-    for text in sorted({f.kernel_error for f in everyone if f.kernel_error}):
+    with_gpu = ranks_where(lambda f: f.gpu)
+    tell_each(
+        lambda words: bool(with_gpu) and "cannot be imported" not in words,
+        lambda f: [] if f.gpu else some(f.gpu_error), "no GPU: ", _advice_without_gpu,
+    )  # fmt: skip
+    for driver, toolkit in sorted({(f.driver, f.runtime) for f in everyone if f.gpu and f.driver // 1000 < f.runtime // 1000}):
         tell(
-            True, ranks_where(lambda f: f.kernel_error == text), f"CUDA kernels do not compile: {text}",
-            "CuPy needs NVRTC and CUDA's headers: pip install 'cupy-cuda13x[ctk]', or the site's CUDA module",
+            True, ranks_where(lambda f: f.gpu and (f.driver, f.runtime) == (driver, toolkit)),
+            f"the driver (CUDA {_version(driver)}) is older than CuPy's toolkit ({_version(toolkit)})",
+            "a newer driver, or the CuPy wheel of the driver's CUDA (cupy-cuda12x)",
         )  # fmt: skip
+    tell_each(
+        True, lambda f: some(f.kernel_error), "CUDA kernels do not compile: ",
+        "CuPy needs NVRTC and CUDA's headers: pip install 'cupy-cuda13x[ctk]', or the site's CUDA module",
+    )  # fmt: skip
     seats = [(f.host, f.bus or f"none of rank {f.rank}") for f in everyone]
     sharing = [f.rank for f in everyone if f.gpu and placement.sharing(seats, f.rank)]
     tell(False, sharing, "share a GPU with another rank", "one GPU a rank: srun --gpus-per-task=1, or fewer ranks a node")
@@ -218,9 +219,19 @@ def examine(everyone: list[Facts]) -> list[Finding]:
             "through pinned memory", "right as it is; an MPI that is built with CUDA or UCX with CUDA saves the copies "
             "(BURSTMPI_CUDA_AWARE=1 where it does not say so itself)",
         )  # fmt: skip
-    for text in sorted({text for f in everyone for text in f.wrong}):
-        tell(True, ranks_where(lambda f: text in f.wrong), text, "please report it, with all that is printed here")
+    tell_each(True, lambda f: f.wrong, "", "please report it, with all that is printed here")
     return found
+
+
+def _advice_without_gpu(words: str) -> str:
+    if "cannot be imported" in words:
+        return "pip install burstmpi[cuda], if this job should use GPUs"
+    if "nsufficient" in words:
+        return (
+            "the driver is older than CuPy's CUDA: a newer driver, or a CuPy for an older CUDA (cupy-cuda12x); on a "
+            "machine without a GPU there is nothing to do"
+        )
+    return "ask for GPUs (srun --gpus-per-task=1), look at nvidia-smi and CUDA_VISIBLE_DEVICES"
 
 
 def _list(ranks) -> str:
@@ -241,7 +252,7 @@ def report(everyone: list[Facts]) -> tuple[str, bool]:
         gpu = f"{f.gpu} ({f.arch}, {f.bus})" if f.gpu else "no GPU"
         cores = ",".join(checks.spans(f.cpus)) or "unknown"
         lines.append(
-            f"  rank {f.rank}: {f.host}, cores {cores}, {f.threads} threads, host kernels "
+            f"  rank {f.rank}: {f.host}, {f.mpi}, cores {cores}, {f.threads} threads, host kernels "
             f"{f.compiled or 'missing'}, {gpu}, CUDA-aware: {'yes' if f.aware else 'no'} ({f.evidence})"
         )
         if f.gpu:

@@ -50,6 +50,7 @@ class Plan:
         self.travels = self._cheaper() if backward == "auto" else backward
         self.steps = {travels: self.ways[travels].steps(self.rank, self.guests[travels]) for travels in TRAVELS}
         self.rooms = {call: self._room(call) for call in ("forward", "backward")}  # workspaces, as arrays
+        self._tile_pairs: dict[str, tuple[int, int]] = {}
 
     def _way(self, guests, ring) -> schedule.Way:
         offsets = schedule.offsets_of(ring.reduce(schedule.used_offsets(guests, self.rank, ring.order)))
@@ -158,21 +159,6 @@ class Plan:
             "partial out": size("fresh"), "partial in": size("arriving"), "home in": size("home"),
         }  # fmt: skip
 
-    def results(self, call) -> dict:
-        """Shapes and types of what a call returns."""
-        dims = self.dims
-        rows_q, rows_k = self.where_q.rows[self.rank], self.where_k.rows[self.rank]
-        if call == "forward":
-            return {
-                "out": ((dims.batch, rows_q, dims.heads, dims.dv), dims.dtype),
-                "lse": ((dims.batch, dims.heads, rows_q), dims.accumulator),
-            }
-        return {
-            "dq": ((dims.batch, rows_q, dims.heads, dims.d), dims.dtype),
-            "dk": ((dims.batch, rows_k, dims.kv_heads, dims.d), dims.dtype),
-            "dv": ((dims.batch, rows_k, dims.kv_heads, dims.dv), dims.dtype),
-        }
-
     # ------------------------------------------------------------ visibility
 
     def _intervals(self, rank, *into):
@@ -200,3 +186,18 @@ class Plan:
             "kv": sum(count(self.rank, other) for other in range(self.size)),
             "q": sum(count(other, self.rank) for other in range(self.size)),
         }
+
+    def tile_pairs(self, call) -> tuple[int, int]:
+        """Pairs of tiles that the kernels of a GPU compute here in a call, and those of an unmasked call."""
+        if call not in self._tile_pairs:
+            travels = "kv" if call == "forward" else self.travels
+            met = {step.guest for step in self.steps[travels] if step.compute}
+            computed = every = 0
+            for other in range(self.size):
+                q, k = (self.rank, other) if travels == "kv" else (other, self.rank)
+                rows = self.where_q.rows[q], self.where_k.rows[k]
+                sight = (*self._intervals(q)[1:], self.where_k.positions(k)) if other in met else None
+                seen, total = self.backend.tile_pairs(self.dims, call == "backward", *rows, sight)
+                computed, every = computed + seen, every + total
+            self._tile_pairs[call] = computed, every
+        return self._tile_pairs[call]

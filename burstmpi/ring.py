@@ -29,7 +29,7 @@ from mpi4py import MPI
 from . import checks
 from .transport import Lane, OnHost
 
-__all__ = ["Cargo", "DeadlineError", "Partials", "PeerError", "Ring", "check_launcher"]
+__all__ = ["Cargo", "DeadlineError", "Partials", "PeerError", "Rehearsal", "Ring", "check_launcher"]
 
 CARGO, PARTIAL, HOME, ROWS, NOTICE, REPLY = range(1, 7)  # tags
 CHUNK = 1 << 30  # bytes of one message: counts of 2³¹ and more fail in some MPIs
@@ -480,6 +480,30 @@ class Ring:
         self._active = []
 
 
+class Rehearsal:
+    """In the place of a Ring, for the rank itself: walks the steps of a call and moves nothing, so that a backend meets all
+    that the call will ask of it."""
+
+    def __init__(self, rank: int):
+        self.rank, self.transport = rank, OnHost()
+
+    def progress(self) -> None:
+        """Nothing is under way."""
+
+    def complete(self, launch) -> None:
+        """Nothing was launched."""
+
+    def travel(self, steps, cargo: Cargo, visit, partials: Partials | None = None, home_from=None) -> None:
+        """See ``Ring.travel``."""
+        for step in steps:
+            if step.compute:
+                visit(step, cargo.here.bytes, partials and partials.fresh.bytes)
+            elif partials is not None and step.index == 1 and step.partial_to is not None:
+                partials.clear(partials.fresh.bytes, step.guest)
+            if partials is not None and step.partial_to is not None and step.partial_from is not None and step.compute:
+                partials.add(partials.fresh.bytes, partials.arriving.bytes, step.guest)
+
+
 def check_launcher(comm) -> None:
     """Refuse what is no intracommunicator, and a job of many worlds of one rank each."""
     if not isinstance(comm, MPI.Comm):
@@ -584,7 +608,7 @@ def _ranks(ranks) -> str:
 
 def _as_told(error):
     """An exception as (type, text): a type that any rank can make from a text alone."""
-    for kind in (TypeError, ValueError, MemoryError):
+    for kind in (TypeError, ValueError, MemoryError, checks.KernelError):
         if type(error) is kind:
             return kind, str(error)
     return ValueError, f"{type(error).__name__}: {error}"

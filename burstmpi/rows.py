@@ -31,6 +31,7 @@ def shard(ring, layout_of, x, axis, root, common):
         layout = layout_of()
         checks.root(root, ring.size)
         if root in (None, ring.rank):
+            x = adopt("x", x)
             checks.movable(x, axis)
             x, device = _to_host(x)
             place(layout, x.shape[axis], ring.size)
@@ -55,6 +56,7 @@ def gather(ring, layout_of, x, axis, root, common):
     try:
         layout = layout_of()
         checks.root(root, ring.size)
+        x = adopt("x", x)
         checks.movable(x, axis)
         x, device = _to_host(x)
         rows = x.shape[axis]
@@ -76,7 +78,6 @@ def gather(ring, layout_of, x, axis, root, common):
 
 def _to_host(x):
     """An array of the host, and the device that it came from; None where it has been on the host."""
-    x = adopt("x", x)
     if isinstance(x, np.ndarray):
         return x, None
     import cupy

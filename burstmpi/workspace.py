@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from .arrays import ALIGNED
+
 __all__ = ["GpuWorkspace", "Workspace"]
+
+REHEARSED = 256  # calls of different shapes and strides that are remembered
 
 
 class Workspace:
@@ -14,8 +18,12 @@ class Workspace:
         self.backend, self.transport = backend, transport
         self.arena = None
 
-    def fits(self, plan, call) -> bool:
+    def fits(self, plan, call, arrays, results) -> bool:
         """Whether a call needs nothing more."""
+        return self.has_room(plan, call)
+
+    def has_room(self, plan, call) -> bool:
+        """Whether the memory is large enough for a call."""
         nbytes = plan.nbytes(call)
         return nbytes == 0 or (self.arena is not None and len(self.arena) >= nbytes)
 
@@ -37,6 +45,12 @@ class Workspace:
         if self.arena is None:
             self.arena = self.backend.allocate(0)
 
+    def rehearse(self, plan, call, arrays, results, deed) -> None:
+        """Nothing has to be prepared."""
+
+    def borrow(self, arrays) -> None:
+        """A call is done with its arrays when it returns."""
+
     @property
     def pinned_bytes(self) -> int:
         """Of the host's memory, for a GPU."""
@@ -56,13 +70,17 @@ class GpuWorkspace(Workspace):
     def __init__(self, backend, transport, why):
         super().__init__(backend, transport)
         self.why = why
+        self._rehearsed: set[tuple] = set()  # calls whose kernels are there
 
-    def fits(self, plan, call) -> bool:
+    def fits(self, plan, call, arrays, results) -> bool:
+        return self.has_room(plan, call) and _key(plan, call, arrays, results) in self._rehearsed
+
+    def has_room(self, plan, call) -> bool:
         enough = self.backend.index_bytes >= plan.index_bytes(call)
-        return enough and super().fits(plan, call) and self.transport.fits(plan.lane_bytes(call))
+        return enough and super().has_room(plan, call) and self.transport.fits(plan.lane_bytes(call))
 
     def reserve(self, plan, call) -> None:
-        if self.fits(plan, call):
+        if self.has_room(plan, call):
             return
         with self.backend.on():
             self._quiet()
@@ -70,6 +88,26 @@ class GpuWorkspace(Workspace):
             if self.backend.index_bytes < plan.index_bytes(call):
                 self.backend.set_index_slots(plan.index_bytes(call))
             self.transport.reserve(plan.lane_bytes(call))
+
+    def rehearse(self, plan, call, arrays, results, deed) -> None:
+        """Let ``deed`` go through a call that launches nothing, so that all its kernels are compiled.
+
+        Raises
+        ------
+        KernelError
+            With the reason.
+        """
+        key = _key(plan, call, arrays, results)
+        if key not in self._rehearsed:
+            with self.backend.on(), self.backend.rehearsal():
+                deed()
+            if len(self._rehearsed) >= REHEARSED:
+                self._rehearsed.clear()
+            self._rehearsed.add(key)
+
+    def borrow(self, arrays) -> None:
+        """Keep arrays of other libraries until the kernels of the call that begins are done: they know nothing of our stream."""
+        self.backend.gpu.borrow(arrays)
 
     @property
     def pinned_bytes(self) -> int:
@@ -83,3 +121,10 @@ class GpuWorkspace(Workspace):
         with self.backend.on():
             self._quiet()
             self.arena = None
+            self.backend.gpu.borrowed.clear()
+
+
+def _key(plan, call, arrays, results) -> tuple:
+    """What decides which kernels a call needs: its plan, and how its arrays lie in memory."""
+    laid = tuple((x.strides, x.data.ptr % ALIGNED) for some in (arrays, results) for x in some.values())
+    return (plan.number, call, laid)

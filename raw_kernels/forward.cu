@@ -52,13 +52,39 @@ DEVICE void ask_values(u32 smem, const Block &block, const Desk &desk, int tile,
     ask_rows<HEAD_DIM_V>(smem + V_SMEM + stage * V_BYTES, desk.v, block.v.row, tile, desk.whole, block.rows_k, block.dim_v);
 }
 
-/* K of a tile (and V, where it has two stages), and positions, into a stage. */
+/* K of a tile (and V, where it has two stages), and positions where scores need them, into a stage. */
 DEVICE void ask(u32 smem, const Block &block, const Desk &desk, Next next, int stage)
 {
     if (agreed(next.tile < 0)) return;
     ask_keys(smem, block, desk, next.tile, stage);
     if (V_STAGES == 2) ask_values(smem, block, desk, next.tile, stage);
-    if (BENT || agreed(next.kind)) copy_positions(smem + POSITIONS_SMEM + stage * (TILE_K * 4), block, next.tile);
+    if (BENT) copy_positions(smem + POSITIONS_SMEM + stage * (TILE_K * 4), block, next.tile);
+}
+
+/* Do all rows of the warp have a reference? */
+DEVICE bool all_seen(const State &state, Desk &desk)
+{
+    if (agreed(desk.seen)) return true;
+    float most = state.minus_m[0][0];
+    UNROLL for (int slab = 0; slab < SLABS; slab++)
+        most = fmaxf(most, fmaxf(state.minus_m[slab][0], state.minus_m[slab][1]));
+    if (agreed(most == INFINITE)) return false;
+    if (thread_index() % 32 == 0) desk.seen = 1, desk.plain = desk.runs & ~desk.hidden;
+    __syncwarp();
+    return true;
+}
+
+/* What bends scores; positions: of the stage, in shared memory. */
+DEVICE Bend bend_of(const Block &block, const Desk &desk, u32 positions)
+{
+#if BENT
+    const u32 thread = thread_index(), lane = thread % 32;
+    const int row = desk.item.tile * TILE_Q + (int)(thread / 32 * WARP_ROWS + lane / 4);
+    return {(float)block.scale, (float)block.softcap, BURST_ALIBI ? block.slopes[desk.item.head] : 0.f,
+            block.at + row, block.rows_q - row, positions + lane % 4 * 8};
+#else
+    return {};
+#endif
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) forward(const __grid_constant__ Block block)
@@ -67,6 +93,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const __grid_const
     const u32 smem = shared_address(memory);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     Desk &desk = ((Desk *)(memory + DESK_SMEM))[warp];
+    /* the same, found anew where it is needed if the main loop has no register for it */
+    auto own_desk = [&]() -> Desk & { return SPARE ? desk : ((Desk *)(memory + DESK_SMEM))[thread_index() / 32]; };
     const bool fresh = block.first || block.splits > 1;
     State state;
     {
@@ -98,6 +126,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const __grid_const
 #else
     const float c = (float)(block.scale * 1.4426950408889634);
 #endif
+    const int2 kept = SPARE ? lane_interval(block, desk.item.tile) : int2{0, 0};
     Addresses at;
     UNROLL for (int i = 0; i < PagesK::BASES; i++)
         at.k[i] = opaque((smem + K_SMEM + PagesK::at(lane % 8 + 8 * (lane / 16), lane / 8 % 2)) ^ (32 * i));
@@ -111,12 +140,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const __grid_const
     const u32 to_v_other = alike ? to_k_other + V_SMEM - K_SMEM : opaque(to_v ^ 64);
     NO_UNROLL while (agreed(now.tile >= 0)) {
 #if !BENT
-        if (agreed(!now.kind) && agreed(stage == 0 && desk.started && desk.whole)) {
+        if (Desk &desk = own_desk(); agreed(!now.one) && agreed(stage == 0 && desk.started && desk.whole)) {
             /* ---------------- the main loop: full tiles that another one follows, two a trip.  `now` is on its way into stage 0 */
             /* Where this thread's part of the tile to be asked for next begins: the one below.  V with one stage: the one at hand. */
             const char *from_k = share_of<HEAD_DIM>(desk.k, (int)block.k.row, (now.tile - 1) * TILE_K, thread_index());
             const char *from_v = share_of<HEAD_DIM_V>(desk.v, (int)block.v.row, (now.tile - (V_STAGES - 1)) * TILE_K, thread_index());
             const int step_k = (int)block.k.row * Share<HEAD_DIM>::PASS, step_v = (int)block.v.row * Share<HEAD_DIM_V>::PASS;
+            typedef If<SPARE, int, i64>::type Step; /* which is shorter depends on how many registers are left */
             int ahead = run_below(desk, now.tile); /* tiles of the run that are not asked for yet */
             /* wait for the tile in `stage`, and ask for the next one */
             auto turn = [&](int stage) {
@@ -129,66 +159,76 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const __grid_const
                 copy_tile<HEAD_DIM>(to_k + (1 - stage) * K_BYTES, to_k_other + (1 - stage) * K_BYTES, from_k, step_k, block.d);
                 if (V_STAGES == 2) copy_tile<HEAD_DIM_V>(to_v + (1 - stage) * V_BYTES, to_v_other + (1 - stage) * V_BYTES, from_v, step_v, block.dim_v);
                 copies_commit();
-                from_k -= (i64)block.k.row * TILE_K, from_v -= (i64)block.v.row * TILE_K;
+                from_k -= (Step)block.k.row * TILE_K, from_v -= (Step)block.v.row * TILE_K;
                 ahead--;
             };
-            const Mask none = {0, 0, false, false};
+            const Hidden none = {};
             constexpr int OTHER_V = V_STAGES == 2 ? V_BYTES : 0;
             NO_UNROLL for (;;) {
-                if (agreed(ahead == 0) && !run_goes_on(block, desk, ahead)) break;
+                if (agreed(ahead == 0) && !run_goes_on(block, own_desk(), ahead)) break;
                 turn(0);
-                if (!take_tile<false>(state, block, at, 0, 0, c, none)) take_classic(state, block, at, 0, 0, c, none, Bend{});
+                if (!take_tile<false>(state, at, 0, 0, c, none)) take_classic(state, at, 0, 0, c, none, Bend{});
                 stage = 1;
-                if (agreed(ahead == 0) && !run_goes_on(block, desk, ahead)) break;
+                if (agreed(ahead == 0) && !run_goes_on(block, own_desk(), ahead)) break;
                 turn(1);
-                if (!take_tile<false>(state, block, at, K_BYTES, OTHER_V, c, none)) take_classic(state, block, at, K_BYTES, OTHER_V, c, none, Bend{});
+                if (!take_tile<false>(state, at, K_BYTES, OTHER_V, c, none)) take_classic(state, at, K_BYTES, OTHER_V, c, none, Bend{});
                 stage = 0;
             }
-            now = {desk.lowest, FULL}; /* the last one goes the general way */
+            now = {own_desk().lowest, 0}; /* the last one goes the general way */
         }
 #endif
         /* ---------------- any tile: cut, not whole, the first one */
-        copies_wait<0>();
-        __syncthreads();
-        if (V_STAGES == 1) {
-            ask_values(smem, block, desk, now.tile, 0);
-            copies_commit();
-        }
-        const Next next = next_tile(block, desk);
-        ask(smem, block, desk, next, 1 - stage);
-        copies_commit();
-        const int offset_k = stage * K_BYTES, offset_v = V_STAGES == 2 ? stage * V_BYTES : 0;
-        const u32 thread = thread_index(), lane = thread % 32;
-        const int row = desk.item.tile * TILE_Q + (int)(thread / 32 * WARP_ROWS + lane / 4);
-        const Mask mask = {smem + POSITIONS_SMEM + stage * (TILE_K * 4) + lane % 4 * 8, row,
-                           agreed(now.kind & LOW), agreed(now.kind & HIGH)};
-        await_values(); /* by all warps at one place, whatever each does then */
-        if (agreed(!(now.kind & HIDDEN))) {
-#if BENT
-            const Bend bend = {(float)block.scale, (float)block.softcap, BURST_ALIBI ? block.slopes[desk.item.head] : 0.f,
-                               block.at + mask.row, block.rows_q - mask.row};
-            take_classic(state, block, at, offset_k, offset_v, c, mask, bend);
-#else
-            bool seen = agreed(desk.seen);
-            if (!seen) {
-                float most = state.minus_m[0][0];
-                UNROLL for (int slab = 0; slab < SLABS; slab++)
-                    most = fmaxf(most, fmaxf(state.minus_m[slab][0], state.minus_m[slab][1]));
-                seen = !__any_sync(~0u, most == INFINITE);
-                if (lane == 0) desk.seen = seen;
-                __syncwarp();
+        Desk &desk = own_desk();
+        NO_UNROLL do {
+            const int first = block.extent[now.tile].x; /* position of its first key, where they are consecutive */
+            const int2 interval = SPARE ? kept : lane_interval(block, desk.item.tile);
+            copies_wait<0>();
+            __syncthreads();
+            if (V_STAGES == 1) {
+                ask_values(smem, block, desk, now.tile, 0);
+                copies_commit();
             }
-            if (!seen || !take_tile<true>(state, block, at, offset_k, offset_v, c, mask))
-                take_classic(state, block, at, offset_k, offset_v, c, mask, Bend{});
-#endif
-        }
-        if (lane == 0) desk.started = 1;
+            const int4 glance = *(const int4 *)&desk; /* quick, plain, window, hidden */
+            const u32 rest = glance.x & (now.one - 1); /* cut tiles below this one */
+            Next next;
+            if (agreed(rest)) {
+                const int bit = 31 - __clz(rest);
+                next = {glance.z + bit, 1u << bit};
+                const u32 thread = thread_index(), to = (1 - stage) * K_BYTES, to_value = (1 - stage) * V_BYTES;
+                copy_tile<HEAD_DIM>(to_k + to, to_k_other + to, share_of<HEAD_DIM>(desk.k, (int)block.k.row, next.tile * TILE_K, thread),
+                                    (int)block.k.row * Share<HEAD_DIM>::PASS, block.d);
+                if (V_STAGES == 2)
+                    copy_tile<HEAD_DIM_V>(to_v + to_value, to_v_other + to_value,
+                                          share_of<HEAD_DIM_V>(desk.v, (int)block.v.row, next.tile * TILE_K, thread),
+                                          (int)block.v.row * Share<HEAD_DIM_V>::PASS, block.dim_v);
+                if (BENT) copy_positions(smem + POSITIONS_SMEM + (1 - stage) * (TILE_K * 4), block, next.tile);
+            } else {
+                end_quick(desk);
+                next = next_tile(block, desk);
+                ask(smem, block, desk, next, 1 - stage);
+            }
+            copies_commit();
+            const int offset_k = stage * K_BYTES, offset_v = V_STAGES == 2 ? stage * V_BYTES : 0;
+            await_values(); /* by all warps at one place, whatever each does then */
+            Hidden hidden = {};
+            if (agreed(now.one & glance.y)) hidden = gather(columns_of_run(interval, first));
+            else {
+                if (agreed(now.one & glance.w)) goto done;
+                if (agreed(now.one)) hidden = gather(columns_of_any(block, interval, now.tile));
+                if (BENT || !all_seen(state, desk)) goto classic;
+            }
+            if (!BENT && take_tile<true>(state, at, offset_k, offset_v, c, hidden)) goto done;
+        classic:
+            take_classic(state, at, offset_k, offset_v, c, hidden, bend_of(block, desk, smem + POSITIONS_SMEM + stage * (TILE_K * 4)));
+        done:
+            stage = 1 - stage;
+            now = next;
+        } while (agreed(now.one));
+        if (thread_index() % 32 == 0) desk.started = 1;
         __syncwarp();
-        stage = 1 - stage;
-        now = next;
     }
     copies_wait<0>();
-    leave(state, block, desk.item);
+    leave(state, block, own_desk().item);
 }
 
 /* The partial states of a tile's rows and, unless it is the first block, the running state become one:

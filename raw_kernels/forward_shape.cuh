@@ -15,6 +15,7 @@
 
 #define BENT (BURST_SOFTCAP || BURST_ALIBI) /* a score is not just a scaled product */
 
+constexpr bool SPARE = Q_IN_REGISTERS; /* narrow heads: the main loop leaves registers to spare */
 constexpr int THREADS = 32 * WARPS;
 constexpr int WARP_ROWS = TILE_Q / WARPS;
 constexpr int SLABS = WARP_ROWS / 16;       /* m16 slabs of a warp */
@@ -24,6 +25,13 @@ constexpr int STEPS_K = TILE_K / 16;        /* k16 steps of O += P V */
 
 static_assert(TILE_Q == WARPS * SLABS * 16 && (SLABS == 1 || SLABS == 2), "a warp has 16 or 32 rows");
 static_assert(TILE_K % FULL_CHUNK == 0 && FULL_CHUNK % 16 == 0 && TILE_K % CUT_CHUNK == 0 && CUT_CHUNK % 16 == 0, "chunks of 16 keys");
+
+template <bool X, class A, class B> struct If {
+    typedef A type;
+};
+template <class A, class B> struct If<false, A, B> {
+    typedef B type;
+};
 
 /* Rows of 16-bit numbers in shared memory: pages of 64 columns (128 bytes a row), or of 32 where DIM is no multiple of
  * 64.  The 16-byte pieces of a row are swapped by an XOR with its number, so that 8 rows at one column (a phase of
@@ -62,15 +70,17 @@ static_assert(SHARED <= SHARED_LIMIT, "the tile does not fit into shared memory"
 
 /* What a warp must know now and then, but should not keep in registers through the main loop. */
 struct Desk {
+    u32 quick;         /* `cut` as it was found, or 0 where rows lie too far apart for 32 bits: cut tiles are taken from it downwards */
+    u32 plain;         /* of the tiles looked at: `runs` that are not `hidden`; 0 while some row has no reference yet */
+    int window;        /* tiles from here on have been looked at ... */
+    u32 hidden;        /* of these: this warp sees nothing of it */
     int4 reach;        /* of the warp's own rows, as in sight.cuh */
     Item item;         /* what the block works on */
     const char *k, *v; /* row 0 of the head of K and of V that it reads */
     int begin;         /* first tile of keys of this split */
     int whole;         /* tiles below this one are whole; 0 where rows lie too far apart for 32 bits */
-    int window;        /* tiles from here on have been looked at ... */
     u32 cut, full;     /* ... and these are still to be done: bit i is tile window + i */
-    u32 hidden;        /* of the cut ones: this warp sees nothing of it */
-    u32 low, high;     /* some pair of this warp has pos < lo; pos >= hi */
+    u32 runs;          /* of the tiles looked at: whole, with consecutive positions */
     int lowest;        /* tile of the run of full tiles that the main loop is in */
     int started;       /* a tile has been taken in, or a state: most rows have a reference */
     int seen;          /* all rows of this warp have one */
@@ -79,11 +89,9 @@ static_assert(sizeof(Desk) <= DESK_BYTES, "tiles.py knows it");
 
 /* ---------------------------------------------------------------- walking the tiles of keys, from the last to the first */
 
-enum { FULL = 0, CUT = 1, HIDDEN = 2, LOW = 4, HIGH = 8 }; /* CUT: some pair may be hidden from some warp, or the tile is not whole */
-
 struct Next {
     int tile; /* -1: no more */
-    int kind; /* FULL, or CUT and what this warp must know of it, as on the desk */
+    u32 one;  /* a cut tile's bit on the desk: some pair may be hidden from some warp, or the tile is not whole; 0: full */
 };
 
 /* Look at 32 tiles further down.  The whole warp calls it; all warps find the same, but for what their own rows see. */
@@ -94,11 +102,12 @@ DEVICE void look_down(const Block &block, Desk &desk)
     const Look look = look_at_keys(block, block.reach[desk.item.tile], window, end);
     const int2 extent = tile < end ? block.extent[tile] : int2{0, 0};
     const u32 hidden = __ballot_sync(~0u, !tile_visible(reach, extent));
-    const u32 low = __ballot_sync(~0u, extent.x < reach.z);
-    const u32 high = __ballot_sync(~0u, extent.y >= reach.w || (tile + 1) * TILE_K > block.rows_k);
+    const bool whole = (tile + 1) * TILE_K <= block.rows_k;
+    const u32 runs = __ballot_sync(~0u, whole && (u32)extent.y - (u32)extent.x == TILE_K - 1);
     if (lane == 0) {
         desk.window = window, desk.cut = look.cut, desk.full = look.full;
-        desk.hidden = hidden, desk.low = low, desk.high = high;
+        desk.hidden = hidden, desk.runs = runs, desk.plain = desk.seen ? runs & ~hidden : 0;
+        desk.quick = desk.whole ? look.cut : 0;
     }
     __syncwarp();
 }
@@ -107,23 +116,29 @@ DEVICE void look_down(const Block &block, Desk &desk)
 DEVICE Next next_tile(const Block &block, Desk &desk)
 {
     NO_UNROLL while (agreed(!(desk.cut | desk.full))) {
-        if (agreed(desk.window <= desk.begin)) return {-1, FULL};
+        if (agreed(desk.window <= desk.begin)) return {-1, 0};
         __syncwarp();
         look_down(block, desk);
     }
     const u32 cut = desk.cut, full = desk.full;
     const int bit = 31 - __clz(cut ? cut : full);
     const u32 one = 1u << bit;
-    Next next = {desk.window + bit, FULL};
-    if (agreed(cut))
-        next.kind = CUT | (desk.hidden & one ? HIDDEN : 0) | (desk.low & one ? LOW : 0) | (desk.high & one ? HIGH : 0);
+    const Next next = {desk.window + bit, agreed(cut) ? one : 0};
     __syncwarp();
     if (thread_index() % 32 == 0) {
-        if (next.kind) desk.cut = cut ^ one;
+        if (next.one) desk.cut = cut ^ one;
         else desk.full = full ^ one;
     }
     __syncwarp();
     return next;
+}
+
+/* All of desk.quick has been taken, without a note of each. */
+DEVICE void end_quick(Desk &desk)
+{
+    __syncwarp();
+    if (thread_index() % 32 == 0 && desk.quick) desk.quick = desk.cut = 0;
+    __syncwarp();
 }
 
 /* Take the full tiles that lie directly below a full one, and tell how many they are. */
@@ -148,11 +163,10 @@ DEVICE bool run_goes_on(const Block &block, Desk &desk, int &ahead)
     const int lowest = desk.lowest;
     const Next next = next_tile(block, desk);
     if (agreed(next.tile < 0)) return false;
-    if (agreed(next.kind || next.tile != lowest - 1)) { /* put it back */
+    if (agreed(next.one || next.tile != lowest - 1)) { /* put it back */
         if (thread_index() % 32 == 0) {
-            const u32 bit = 1u << (next.tile - desk.window);
-            if (next.kind) desk.cut |= bit;
-            else desk.full |= bit;
+            if (next.one) desk.cut |= next.one;
+            else desk.full |= 1u << (next.tile - desk.window);
         }
         __syncwarp();
         return false;
@@ -181,6 +195,20 @@ template <int DIM> struct Share {
     static DEVICE_MEMBER u32 target(u32 thread) { return Pages<DIM>::at(row(thread), piece(thread)); }
 };
 
+/* This thread's part of a row: its pieces number I and later. */
+template <int DIM, int I> DEVICE void copy_row(u32 to, u32 to_other, const char *from, int columns)
+{
+    typedef Pages<DIM> P;
+    typedef Share<DIM> S;
+    if constexpr (I < P::COUNT * S::HALVES) {
+        constexpr int PAGE = I / S::HALVES, HALF = I % S::HALVES, OFFSET = PAGE * P::ROW + HALF * 64;
+        const u32 target = (HALF ? to_other : to) + PAGE * (TILE_K * P::ROW);
+        if (PADDED) copy16_or_zero(target, from + OFFSET, (PAGE * P::PIECES + HALF * 4 + S::piece(thread_index())) * 8 < columns);
+        else copy16_from<OFFSET>(target, from);
+        copy_row<DIM, I + 1>(to, to_other, from, columns);
+    }
+}
+
 /* A whole tile of keys.  to: this thread's piece, and piece + 4, which lie in the other half of a row; from: the piece in
  * its first row; step: bytes of PASS rows. */
 template <int DIM> DEVICE void copy_tile(u32 to, u32 to_other, const char *from, int step, int columns)
@@ -189,13 +217,7 @@ template <int DIM> DEVICE void copy_tile(u32 to, u32 to_other, const char *from,
     typedef Share<DIM> S;
     static_assert(TILE_K % S::PASS == 0, "a tile of keys is a whole number of passes");
     UNROLL for (int i = 0; i < TILE_K / S::PASS; i++)
-        UNROLL for (int page = 0; page < P::COUNT; page++)
-            UNROLL for (int half = 0; half < S::HALVES; half++) {
-                const u32 target = (half ? to_other : to) + page * (TILE_K * P::ROW) + i * (S::PASS * P::ROW);
-                const char *source = from + (i64)step * i + page * P::ROW + half * 64;
-                if (PADDED) copy16_or_zero(target, source, (page * P::PIECES + half * 4 + S::piece(thread_index())) * 8 < columns);
-                else copy16(target, source);
-            }
+        copy_row<DIM, 0>(to + i * (S::PASS * P::ROW), to_other + i * (S::PASS * P::ROW), from + (i64)step * i, columns);
 }
 
 /* Where a thread's part of a tile of keys begins, in rows whose distance fits 32 bits. */

@@ -7,7 +7,7 @@
 #ifndef BURST_FORWARD_TILE_CUH
 #define BURST_FORWARD_TILE_CUH
 
-#include "forward_shape.cuh"
+#include "forward_mask.cuh"
 
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 #define INFINITE __int_as_float(0x7f800000)
@@ -33,13 +33,6 @@ struct State {
 /* Where the warp reads a tile: an address for each k16 step in a page (ldmatrix), the same for both stages. */
 struct Addresses {
     u32 k[PagesK::BASES], v[PagesV::BASES], q;
-};
-
-/* What a cut tile hides from the warp. */
-struct Mask {
-    u32 positions;    /* in shared memory, of this lane's first two keys */
-    int row;          /* this lane's first one */
-    bool low, high;   /* some pair has pos < lo; pos >= hi */
 };
 
 DEVICE u32 address_k(const Addresses &at, int step, int key16)
@@ -113,32 +106,22 @@ DEVICE void await_values()
     }
 }
 
-/* -inf where the pair is hidden, on one side of the interval. */
-template <bool ABOVE, int KEYS>
-DEVICE void hide(float (&s_frag)[SLABS][KEYS / 8][4], const Block &block, const Mask &mask, int key)
+/* -inf where the pair is hidden.  n: first n8 tile of the scores in the mask. */
+template <int KEYS> DEVICE void hide(float (&s_frag)[SLABS][KEYS / 8][4], const Hidden &hidden, int n)
 {
-    int bound[SLABS][2]; /* lo or hi; a row that is not there sees nothing */
-    const int *bounds = (ABOVE ? block.hi : block.lo) + mask.row;
-    UNROLL for (int slab = 0; slab < SLABS; slab++)
-        UNROLL for (int h = 0; h < 2; h++)
-            bound[slab][h] = mask.row + 16 * slab + 8 * h < block.rows_q ? bounds[16 * slab + 8 * h] : ABOVE ? -2147483647 - 1 : 2147483647;
-    UNROLL for (int n = 0; n < KEYS / 8; n++) {
-        const int2 pos = shared_int2(mask.positions + (key + 8 * n) * 4);
+    UNROLL for (int i = 0; i < KEYS / 8; i++)
         UNROLL for (int slab = 0; slab < SLABS; slab++)
-            UNROLL for (int h = 0; h < 2; h++) {
-                if (ABOVE ? pos.x >= bound[slab][h] : pos.x < bound[slab][h]) s_frag[slab][n][2 * h] = -INFINITE;
-                if (ABOVE ? pos.y >= bound[slab][h] : pos.y < bound[slab][h]) s_frag[slab][n][2 * h + 1] = -INFINITE;
-            }
-    }
+            UNROLL for (int e = 0; e < 4; e++)
+                if (hidden.at(slab, n + i, e)) s_frag[slab][i][e] = -INFINITE;
 }
 
 /* A tile with weights 2^(s c - m) against the reference that the rows have, c = scale log2(e).
  *
- * offset_k, offset_v: of the stages.  MASKED: the mask is looked at, and V is there already.
+ * offset_k, offset_v: of the stages.  MASKED: some scores are hidden, and V is there already.
  * Returns false, with the state as it was, where a sum of weights exceeds GUARD, is infinite or NaN.
  */
 template <bool MASKED>
-DEVICE bool take_tile(State &state, const Block &block, const Addresses &at, int offset_k, int offset_v, float c, const Mask &mask)
+DEVICE bool take_tile(State &state, const Addresses &at, int offset_k, int offset_v, float c, const Hidden &hidden)
 {
     u32 p_frag[STEPS_K][SLABS][4]; /* A fragments of P V */
     float sum[SLABS][2];           /* of this tile alone: small numbers first */
@@ -146,8 +129,7 @@ DEVICE bool take_tile(State &state, const Block &block, const Addresses &at, int
     UNROLL for (int key = 0; key < TILE_K; key += CHUNK) {
         float s_frag[SLABS][CHUNK / 8][4];
         products<CHUNK>(s_frag, state, at, offset_k, key / 16);
-        if (MASKED && mask.high) hide<true, CHUNK>(s_frag, block, mask, key);
-        if (MASKED && mask.low) hide<false, CHUNK>(s_frag, block, mask, key);
+        if (MASKED) hide<CHUNK>(s_frag, hidden, key / 8);
         UNROLL for (int n = 0; n < CHUNK / 8; n++)
             UNROLL for (int slab = 0; slab < SLABS; slab++)
                 UNROLL for (int h = 0; h < 2; h++) {
@@ -174,6 +156,7 @@ struct Bend {
     float scale, softcap, slope;
     const int *at; /* of this lane's first row; rows_left of them are there */
     int rows_left;
+    u32 positions; /* in shared memory, of this lane's first two keys */
 };
 
 /* A score in log2 units.  Without a bend it is multiplied later, in one FMA with the reference. */
@@ -189,14 +172,14 @@ DEVICE float bent(float product, const Bend &bend, int at, int pos)
 
 /* A tile the classic way, 16 keys at a time: maximum, rescaling, weights.  The reference is the maximum afterwards.
  * c: scale log2(e), or 1 where scores are bent. */
-DEVICE void take_classic(State &state, const Block &block, const Addresses &at, int offset_k, int offset_v, float c, const Mask &mask, const Bend &bend)
+DEVICE void take_classic(State &state, const Addresses &at, int offset_k, int offset_v, float c, Hidden hidden, const Bend &bend)
 {
     NO_UNROLL for (int k = 0; k < STEPS_K; k++) {
         float s_frag[SLABS][2][4];
         products<16>(s_frag, state, at, offset_k + k * (16 * PagesK::ROW), 0);
 #if BENT
         UNROLL for (int n = 0; n < 2; n++) {
-            const int2 pos = shared_int2(mask.positions + (16 * k + 8 * n) * 4);
+            const int2 pos = shared_int2(bend.positions + (16 * k + 8 * n) * 4);
             UNROLL for (int slab = 0; slab < SLABS; slab++)
                 UNROLL for (int h = 0; h < 2; h++) {
                     const int row = 16 * slab + 8 * h;
@@ -206,8 +189,9 @@ DEVICE void take_classic(State &state, const Block &block, const Addresses &at, 
                 }
         }
 #endif
-        if (mask.high) hide<true, 16>(s_frag, block, mask, 16 * k);
-        if (mask.low) hide<false, 16>(s_frag, block, mask, 16 * k);
+        hide<16>(s_frag, hidden, 0);
+        UNROLL for (int word = 0; word < WORDS; word++) /* the next 16 keys come to the front */
+            hidden.word[word] = __funnelshift_r(hidden.word[word], word + 1 < WORDS ? hidden.word[WORDS - 1] : 0, 16);
         u32 p_frag[SLABS][4];
         UNROLL for (int slab = 0; slab < SLABS; slab++)
             UNROLL for (int h = 0; h < 2; h++) {

@@ -73,6 +73,16 @@ DEVICE void copy16(u32 shared, const void *global)
 #endif
 }
 
+/* 16 bytes from global + OFFSET.  The offset is the instruction's own: else the compiler adds it to pointers it can see through. */
+template <int OFFSET> DEVICE void copy16_from(u32 shared, const char *global)
+{
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.cg.shared.global [%0], [%1+%2], 16;" :: "r"(shared), "l"(global), "n"(OFFSET) : "memory");
+#else
+    copy16(shared, global + OFFSET);
+#endif
+}
+
 /* 16 bytes, or zeros where `there` is false; the address is not read then. */
 DEVICE void copy16_or_zero(u32 shared, const void *global, bool there)
 {

@@ -55,6 +55,16 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) survey_keys(const __gri
         }
     }
     extent = {warp_min(extent.x), warp_max(extent.y)};
+    const int count = min(block.tile_k, block.rows_k - tile * block.tile_k);
+    const u32 span = (u32)extent.y - (u32)extent.x, steps = max(count - 1, 1), step = span / steps;
+    bool even = step || count == 1;
+    for (int i = lane; i < count; i += 32) even &= (u32)block.pos[tile * block.tile_k + i] == (u32)extent.x + i * step;
+    even = __all_sync(~0u, even);
+    if (!even && step * steps == span) { /* not what a span like this one promises */
+        const int more = (span + 1) % steps ? 1 : 2;
+        if (extent.y <= 2147483647 - more) extent.y += more;
+        else extent.x -= more;
+    }
     if (lane == 0) block.extent[tile] = extent;
 }
 

@@ -76,7 +76,7 @@ def rules(nq, nk, heads):
 RULES = tuple(rules(4, 4, 4))
 
 
-def naive(p: Problem, options, work, stored=None, seed=None, wobble=0):
+def naive(p: Problem, options, work, stored=None, seed=None, wobble=0, factors=None):
     """Compute attention and its gradients densely in the type ``work``, straight from the textbook.
 
     Parameters
@@ -84,6 +84,7 @@ def naive(p: Problem, options, work, stored=None, seed=None, wobble=0):
     stored : the type in which out is kept between forward and backward; ``work`` where not given
     seed : sum over queries and keys in another order, drawn from this seed
     wobble : shake each input, and each lse that is kept on the way, by a random relative error of at most this
+    factors : the type to which weights and their gradients are rounded before they are multiplied, as tensor cores want it
 
     Returns
     -------
@@ -120,12 +121,13 @@ def naive(p: Problem, options, work, stored=None, seed=None, wobble=0):
         shares = 1 + work(wobble) * size * rng.uniform(-1, 1, (*lse.shape, 2)).astype(work)
         w = w * shares[..., rng.integers(0, 2, nk)]
         w = w / np.where(total == 0, work(1), w.sum(axis=-1, keepdims=True))
-    out = w @ v
+    factor = lambda x: x if factors is None else x.astype(factors).astype(work)  # noqa: E731
+    out = factor(w) @ v
     # Backward has what forward kept: out in the stored type, and lse, from which the weights come again.
     w = np.exp(s - np.where(lse == -np.inf, work(np.inf), shaken(lse))[..., None])
     delta = (dout * out.astype(stored or work).astype(work)).sum(axis=-1, keepdims=True)
-    ds = w * (dout @ v.swapaxes(2, 3) - delta) * slope * scale
-    results = out, ds @ k, ds.swapaxes(2, 3) @ q, w.swapaxes(2, 3) @ dout
+    ds = factor(w * (dout @ v.swapaxes(2, 3) - delta) * slope) * scale
+    results = out, ds @ k, ds.swapaxes(2, 3) @ q, factor(w).swapaxes(2, 3) @ dout
     back_i, back_j = np.argsort(i), np.argsort(j)
     out, dq, dk, dv = (x.transpose(0, 2, 1, 3)[:, o] for x, o in zip(results, (back_i, back_i, back_j, back_j)))
     fold = lambda x: x.reshape(*x.shape[:2], p.k.shape[2], group, x.shape[3]).sum(axis=3)  # noqa: E731
@@ -143,8 +145,12 @@ class Truth:
     allowed: dict
 
 
-def truth(p: Problem, options, tries=3) -> Truth:
+def truth(p: Problem, options, tries=3, tensor_cores=False) -> Truth:
     """Derive truth and tolerances from naive runs.
+
+    Parameters
+    ----------
+    tensor_cores : whether the narrow runs round weights and their gradients to the inputs' type before they are multiplied
 
     The truth is naive attention of the same inputs in float64 (in extended precision for float64 inputs).  How far a
     result may be off follows from two kinds of runs, a few of each: naive runs with the library's type of sums, in
@@ -157,7 +163,8 @@ def truth(p: Problem, options, tries=3) -> Truth:
     wide, narrow = (np.longdouble, np.float64) if dtype == np.float64 else (np.float64, np.float32)
     rounding = np.finfo(narrow).eps
     exact = naive(p, options, wide)
-    runs = [naive(p, options, narrow, stored=dtype, seed=seed) for seed in range(tries)]
+    factors = dtype if tensor_cores and dtype.itemsize == 2 else None
+    runs = [naive(p, options, narrow, stored=dtype, seed=seed, factors=factors) for seed in range(tries)]
     runs += [naive(p, options, wide, seed=seed, wobble=rounding) for seed in range(tries)]
     terms = dict.fromkeys(NAMES, 0.0)
     # lse = m + ln(sum), which may cancel; the sum is at most the number of keys.

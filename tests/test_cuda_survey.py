@@ -1,11 +1,14 @@
 """What survey.cu says of tiles, against the definitions worked out in NumPy; on the PTX machine."""
 
+import cuda_kit
 import numpy as np
 import pytest
 from cuda_kit import device
+from support import problem
 
 from burstmpi.backends import tiles
 from burstmpi.backends.block import BLOCK
+from burstmpi.backends.cuda import _visible_pairs
 from burstmpi.rules import Rules
 
 TILE_Q, TILE_K = 16, 8
@@ -68,6 +71,26 @@ def test_tiles(name, shuffled):
             weights[-1] += bool(seen)
     assert sorted(order) == list(range(len(reach)))
     assert sorted(weights, reverse=True) == [weights[t] for t in order]
+    assert _visible_pairs(lo, hi, positions.astype(np.int32), TILE_Q, TILE_K) == sum(weights)  # what attn.stats tells
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (20, 3)}, {"documents": [0, 50, 130, 300]}, {"window": (0, 0)}])
+def test_a_kernel_computes_the_pairs_that_are_counted(options):
+    """The kernel of float32 passes two barriers a pair of tiles with each of its warps, and no others."""
+    rows, heads = 300, 2
+    backend = cuda_kit.backend(count=True, splits=1)
+    p = problem(rows, batch=1, heads=heads, kv_heads=1, d=8, dv=8, dtype="float32")
+    cuda_kit.forward(backend, p.q, p.k, p.v, **options)
+    from ptxmachine.cupy import simulation
+
+    (counters,) = [c for c in simulation().machine.history if c.program.name == "forward"]
+    _, lo, hi = Rules(**options).intervals(np.arange(rows), rows, rows)
+    bench = cuda_kit.Bench(backend, p.q, p.k, p.v)
+    pairs, every = backend.tile_pairs(bench.dims, False, rows, rows, (lo, hi, np.arange(rows, dtype=np.int32)))
+    tile = tiles.kernel("forward", "80", "float32", 8, 8).tile
+    assert every == heads * (-(-rows // tile.queries)) * (-(-rows // tile.keys)) >= pairs
+    assert counters.mix().get("barrier", 0) == 2 * tile.warps * pairs
+    assert (pairs < every) == bool(options)
 
 
 def test_order_of_keys():

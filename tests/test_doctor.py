@@ -1,9 +1,11 @@
 """python -m burstmpi doctor: conclusions from facts, and the whole command under MPI."""
 
+import os
 import re
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from gpu_kit import environment, gpu, simulation
@@ -69,6 +71,55 @@ def test_usage():
     for arguments, code in ((["--help"], 0), ([], 2), (["surgeon"], 2)):
         run = subprocess.run([sys.executable, "-m", "burstmpi", *arguments], capture_output=True, text=True)
         assert run.returncode == code and "python -m burstmpi doctor" in run.stdout + run.stderr
+
+
+def test_the_driver_of_one_rank_is_older():
+    (finding,) = examine([GOOD, replace(OTHER, driver=12040)])
+    assert finding.fatal and finding.text == "rank 1: the driver (CUDA 12.4) is older than CuPy's toolkit (13.0)"
+
+
+def alone(tmp_path, **changes):
+    """The whole command as one process that no launcher of MPI started: exit code and text."""
+    (tmp_path / "cupy.py").write_text(
+        "from types import SimpleNamespace\n"
+        "__version__ = '14.0.0'\n"
+        "class ndarray: pass\n"
+        "def broken(*_):\n"
+        "    raise RuntimeError('cudaErrorInsufficientDriver: CUDA driver version\\nis insufficient for CUDA runtime version')\n"
+        "runtime = SimpleNamespace(driverGetVersion=lambda: 12040, runtimeGetVersion=lambda: 13000, getDeviceCount=broken, getDevice=broken)\n"
+        "cuda = SimpleNamespace(runtime=runtime)\n"
+    )
+    strange = ("OMPI_", "PMI", "PRTE_", "SLURM_", "BURSTMPI_", "OMP_")
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(strange)}
+    root = str(Path(__file__).resolve().parent.parent)
+    environ |= {"PYTHONPATH": os.pathsep.join([str(tmp_path), root]), "OMP_NUM_THREADS": "1"} | changes
+    command = [sys.executable, "-m", "burstmpi", "doctor"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=300)
+    return done.returncode, done.stdout
+
+
+def test_the_command_where_nearly_all_is_wrong(tmp_path):
+    """Tasks of srun that do not find each other, more threads than cores, no compiler, a driver older than the toolkit."""
+    code, text = alone(
+        tmp_path, SLURM_STEP_NUM_TASKS="4", OMP_NUM_THREADS="4096", CC="/no/such/compiler", BURSTMPI_CACHE=str(tmp_path / "cache")
+    )
+    assert code == 1 and text.rstrip().endswith("verdict: not well, see the problems above")
+    for told, advice in (
+        ("PROBLEM: the launcher started 4 tasks (SLURM_STEP_NUM_TASKS), but MPI sees a world of 1 rank", "srun --mpi=pmix with Open MPI"),
+        ("1 ranks with 4096 threads together on", "OMP_NUM_THREADS="),
+        ("note: no compiled host kernels: CC='/no/such/compiler': no such compiler", "install a C compiler (cc)"),
+        (
+            "note: no GPU: GPU: cannot be used: cudaErrorInsufficientDriver: CUDA driver version is insufficient for CUDA runtime version",
+            "the driver is older than CuPy's CUDA",
+        ),
+    ):
+        assert told in text and advice in text.split(told)[1].split("\n")[1], text
+    assert "forward and backward on 1 ranks by numpy, transport host" in text
+
+
+def test_the_command_where_only_the_driver_is_old(tmp_path):
+    code, text = alone(tmp_path)
+    assert code == 0 and "cudaErrorInsufficientDriver" in text and text.rstrip().endswith("verdict: burstmpi works here, on CPUs")
 
 
 @pytest.mark.mpi

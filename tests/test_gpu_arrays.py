@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from gpu_kit import attention, check, gpu, put, run, simulation
+from gpu_kit import REAL, attention, check, gpu, put, run, simulation
 from support import collect, problem, shards, truth
 
 import burstmpi
@@ -32,7 +32,7 @@ class Foreign:
 
 
 class Exported(Foreign):
-    """One that speaks DLPack."""
+    """One that speaks DLPack by a capsule of CuPy's own; test_gpu_foreign.py makes capsules for the stand-in."""
 
     def __dlpack__(self, **options):
         return self.array.__dlpack__(**options)
@@ -41,7 +41,7 @@ class Exported(Foreign):
         return self.array.__dlpack_device__()
 
 
-@pytest.mark.parametrize("kind", [Foreign, Exported])
+@pytest.mark.parametrize("kind", [Foreign, *[Exported] * REAL])
 def test_arrays_of_other_libraries_are_taken_without_a_copy(comm, kind, monkeypatch):
     cupy = gpu()
     p = small()
@@ -49,7 +49,7 @@ def test_arrays_of_other_libraries_are_taken_without_a_copy(comm, kind, monkeypa
         q, k, v, dout = put(cupy, *shards(attn, p))
         seen = {}
         real = arrays.adopt
-        monkeypatch.setattr(arrays, "adopt", lambda name, x: seen.setdefault(name, real(name, x)))
+        monkeypatch.setattr(arrays, "adopt", lambda name, x, *more: seen.setdefault(name, real(name, x, *more)))
         out, lse = attn.forward(kind(q), kind(k), kind(v))
         assert isinstance(out, cupy.ndarray) and seen["q"].data.ptr == q.data.ptr and seen["v"].data.ptr == v.data.ptr
         grads = attn.backward(kind(dout), kind(q), k, v, kind(out), lse)

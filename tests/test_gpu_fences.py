@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from foreign import Producer
 from gpu_kit import attention, gpu, put, simulation
 from support import collect, problem, shards, truth
 from support import check as compare
@@ -24,6 +25,7 @@ BOTH = {
     ("mark", "gpu.indices"),  # an index vector on its way
     ("ask", "gpu.indices"),  # before its pinned buffer is written again
     ("finish", "workspace._quiet"),  # before workspace and pinned buffers are freed
+    ("ask", "gpu.borrow"),  # before arrays of another library are let go of
     ("mark", "attention._cargo"),  # a rank's own parcel is packed
     ("mark", "ring.travel"),  # a kernel has read the parcel that was here
     ("mark", "ring._pass_on"),  # a share has been added to gradients on their way
@@ -40,10 +42,10 @@ FENCES = {
         ("ask", "_Inbound.advance"),  # before Irecv into the slot again
         ("wait", "ring.travel"),  # kernel after the copy of its parcel
         ("wait", "ring._pass_on"),  # sum after the copy of what has arrived
-        ("wait", "attention.backward"),  # sum after the copy of what has come home
+        ("wait", "attention._backward_pass"),  # sum after the copy of what has come home
     },
 }
-THROUGH = ("to_host", "to_device", "hand_over", "_post", "compute_reads", "computed", "done", "lane")
+THROUGH = ("to_host", "to_device", "hand_over", "_post", "compute_reads", "computed", "done", "lane", "ended")
 
 
 def site(frame):
@@ -92,10 +94,13 @@ def scenario(comm, transport, layout="zigzag") -> None:
                 for stream in streams:
                     with stream:
                         inputs.append(put(cupy, *shards(attn, p)))
+                guests = [Producer(x) for x in put(cupy, *shards(attn, p)[:1] * 2)]  # queries of another library, on a third stream
+                cupy.cuda.Stream.null.synchronize()
                 results = []
-                for stream, (q, k, v, _) in zip(streams, inputs):
+                for stream, (_, k, v, _), guest in zip(streams, inputs, guests):
                     with stream:
-                        results.append(attn.forward(q, k, v))
+                        results.append(attn.forward(guest, k, v))
+                    guest.let_go()
                 for i, (stream, (q, k, v, dout)) in enumerate(zip(streams, inputs)):
                     with stream:
                         results[i] += attn.backward(dout, q, k, v, *results[i])

@@ -52,32 +52,36 @@ def test_a_second_call_allocates_nothing(comm, backward, transport):
         assert len(allocated(sim)) == counts and sim.pinned == pinned
 
 
-@pytest.mark.parametrize("pinned", [False, True], ids=["device", "pinned"])
-def test_out_of_memory_is_raised_on_every_rank(comm, pinned, monkeypatch):
+@pytest.mark.parametrize("what", ["workspace", "result", "pinned"])
+def test_out_of_memory_is_raised_on_every_rank(comm, what, monkeypatch):
     """One rank's GPU is too small: all raise the same, with the bytes asked for and free, and nothing was sent."""
     simulation()
     poor = comm.size - 1
-    cupy = gpu(**({} if pinned or comm.rank != poor else {"memory": 66_000}))
+    memory = {"workspace": 83_500, "result": 66_000}.get(what)
+    cupy = gpu(**({"memory": memory} if memory and comm.rank == poor else {}))
     p = problem(64 * comm.size, batch=1, heads=4, kv_heads=4, d=16, dv=16, dtype="float32")
     with attention(comm, quick=True, deadline=10) as attn:
         q, k, v, _ = put(cupy, *shards(attn, p))
         wanted = comm.bcast(attn.workspace_bytes(q.shape, k.shape, v.shape, "float32", backward=False, gpu=True), root=poor)
-        text = rf"workspace: {wanted} bytes could not be allocated \(GPU 0: \d+ of 66000 bytes are free; Out of memory"
-        if pinned:
-            text = r"pinned host memory: cudaErrorMemoryAllocation: no more"
-            if comm.rank == poor:
+        text = {
+            "workspace": rf"workspace: {wanted} bytes could not be allocated \(GPU 0: \d+ of 83500 bytes are free; Out of memory",
+            "result": r"a result of shape \(1, 64, 4, 16\): GPU 0: 464 of 66000 bytes are free; Out of memory allocating 16384 bytes",
+            "pinned": r"pinned host memory: cudaErrorMemoryAllocation: no more",
+        }[what]
+        if what == "pinned" and comm.rank == poor:
 
-                def none_left(nbytes):
-                    raise RuntimeError("cudaErrorMemoryAllocation: no more")
+            def none_left(nbytes):
+                raise RuntimeError("cudaErrorMemoryAllocation: no more")
 
-                monkeypatch.setattr(cupy.cuda, "alloc_pinned_memory", none_left)
-        with pytest.raises(MemoryError, match=text):
+            monkeypatch.setattr(cupy.cuda, "alloc_pinned_memory", none_left)
+        with pytest.raises(MemoryError, match=text) as raised:
             attn.forward(q, k, v)
+        assert comm.size == 1 or str(raised.value).startswith(f"rank {poor}: ")
         assert attn._ring.bytes_sent == 0
         monkeypatch.undo()
-        if not pinned:
-            return
-        attn.forward(q, k, v)
+        if what != "pinned":
+            simulation().memory_bytes = 1 << 29
+        attn.forward(q, k, v)  # and the object works on
 
 
 @pytest.mark.mpi(ranks=(2, 4))

@@ -1,4 +1,7 @@
-"""The ring on GPUs: rules × layouts × types × both backward ways × both transports, on the PTX machine or a GPU."""
+"""The ring on GPUs: rules × layouts × types × both backward ways × both transports; NumPy computes in place of the kernels.
+
+The same with the kernels themselves is in test_gpu_kernels.py.
+"""
 
 from functools import cache
 from itertools import product
@@ -9,6 +12,7 @@ from gpu_kit import attention, check, gpu, put, run, simulation
 from support import LAYOUTS, RULES, TYPES, layout_of, problem, rules, shards, truth
 
 from burstmpi import PeerError
+from burstmpi.backends import tiles
 
 pytestmark = pytest.mark.mpi(ranks=(1, 2, 3, 4))
 
@@ -20,42 +24,6 @@ def case(rule, dtype, nk=LENGTH, d=8, dv=8):
     p = problem(LENGTH, nk, batch=1, heads=2, kv_heads=1, d=d, dv=dv, dtype=dtype, seed=nk)
     options = rules(LENGTH, nk, 2)[rule]
     return p, options, truth(p, options)
-
-
-def with_kernels(comm, rule, layout, dtype, backward, transport, deterministic=False):
-    """The library's own kernels, on the PTX machine or a GPU, as small as can be: there a kernel takes a second."""
-    cupy = gpu()
-    length = 7 * comm.size + 1
-    p = problem(length, batch=1, heads=2, kv_heads=1, d=8, dv=8, dtype=dtype)
-    options = rules(length, length, 2)[rule]
-    more = {"layout": layout_of(layout, length, length, comm), "backward": backward, "deterministic": deterministic}
-    with attention(comm, transport, stage=256, **options, **more) as attn:
-        check(run(cupy, attn, p), truth(p, options))
-        assert (attn.stats.backend, attn.stats.transport, attn.stats.travels) == ("cuda", transport, backward)
-
-
-@pytest.mark.mpi(ranks=(1, 2))
-@pytest.mark.parametrize(
-    "rule, layout, dtype, backward, transport",
-    [
-        ("causal", "zigzag", "float32", "q", "staged"),
-        ("everything", "explicit", "bfloat16", "kv", "direct"),
-        ("window", "contiguous", "float64", "kv", "staged"),
-    ],
-)
-def test_kernels_in_the_ring(comm, rule, layout, dtype, backward, transport):
-    with_kernels(comm, rule, layout, dtype, backward, transport)
-
-
-@pytest.mark.slow
-@pytest.mark.mpi(ranks=(1, 2, 3, 4))
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("transport", ["staged", "direct"])
-@pytest.mark.parametrize("backward", ["q", "kv"])
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("rule, layout", [("causal", "zigzag"), ("everything", "explicit"), ("documents", "striped"), ("window", "mixed")])
-def test_kernels_in_the_ring_with_every_type(comm, rule, layout, dtype, backward, transport, deterministic):
-    with_kernels(comm, rule, layout, dtype, backward, transport, deterministic)
 
 
 WAYS = list(product(TYPES, ("q", "kv"), ("staged", "direct")))  # 16: types × what travels × transports
@@ -102,20 +70,46 @@ def test_gradients_that_come_home_early(comm, backward, transport):
         check(run(cupy, attn, p), truth(p, options))
 
 
-@pytest.mark.slow
-@pytest.mark.mpi(ranks=2)
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("backward", ["q", "kv"])
-def test_deterministic_means_the_same_bits(comm, backward):
-    """Blocks of threads in another order on the PTX machine: atomic sums would notice, deterministic ones do not."""
-    simulation()
-    p = problem(2 * 40, batch=1, heads=1, kv_heads=1, d=8, dv=8, dtype="float32")
-    got = []
-    for order in ("forward", "reverse"):
-        cupy = gpu(**({} if order == "forward" else {"order": order}))
-        with attention(comm, backward=backward, deterministic=True) as attn:
-            got.append(run(cupy, attn, p))
-    for name in got[0]:
-        assert got[0][name].tobytes() == got[1][name].tobytes(), name
+def test_tiles_are_counted(comm, backward, deterministic):
+    """As the kernels walk over them, pair by pair; the host knows without asking the device."""
+    cupy = gpu()
+    length = 150 * comm.size + 7
+    p = problem(length, batch=1, heads=2, kv_heads=1, d=8, dv=8, dtype="float32")
+    for rule, layout in (("causal", "zigzag"), ("window", "contiguous"), ("documents", "explicit"), ("full", "striped")):
+        options = rules(length, length, 2)[rule]
+        more = {"layout": layout_of(layout, length, length, comm), "backward": backward, "deterministic": deterministic}
+        with attention(comm, quick=True, **options, **more) as attn:
+            q, k, v, dout = put(cupy, *shards(attn, p))
+            out, lse = attn.forward(q, k, v)
+            calls = {"forward": attn.stats}
+            attn.backward(dout, q, k, v, out, lse)
+            calls["backward"] = attn.stats
+            (plan,) = attn._plans.values()
+            for call, stats in calls.items():
+                kernels = ["forward"] if call == "forward" else ["backward", "backward_queries"][: 1 + deterministic]
+                counts = [pairs_of(plan, call, tiles.kernel(name, "80", "float32", 8, 8).tile) for name in kernels]
+                assert stats.tiles == sum(seen for seen, _ in counts)
+                assert stats.tiles + stats.tiles_skipped == sum(every for _, every in counts)
+                assert rule != "full" or stats.tiles_skipped == 0
+
+
+def pairs_of(plan, call, tile):
+    """Pairs of tiles that this rank must compute, and all pairs; one by one, over two heads."""
+    seen = every = 0
+    travels = "kv" if call == "forward" else plan.travels
+    for other in range(plan.size):
+        a, b = (plan.rank, other) if travels == "kv" else (other, plan.rank)
+        _, lo, hi = plan._intervals(a)
+        pos = plan.where_k.positions(b)
+        for i in range(0, len(lo), tile.queries):
+            rows = np.flatnonzero(lo[i : i + tile.queries] < hi[i : i + tile.queries]) + i
+            for j in range(0, len(pos), tile.keys):
+                part = pos[j : j + tile.keys]
+                every += 2
+                seen += 2 * bool(len(rows) and part.max() >= lo[rows].min() and part.min() < hi[rows].max())
+    return seen, every
 
 
 # ---------------------------------------------------------------- when something goes wrong

@@ -90,6 +90,79 @@ def test_streams_follow_the_schedule(comm, layout, options, transport, monkeypat
                 assert [label for w, label, where in sim.trace if w == what and where == name] == expected, (name, what)
 
 
+def expected_backward(plan, rank, staged, narrow):
+    """What backward enqueues on the three streams, from the schedule alone; each message is one chunk.
+
+    narrow : whether sums are of another type than the results
+    """
+    travels = plan.travels
+    steps, cargo, partial = plan.steps[travels], plan.parcel_bytes[travels], plan.partial_bytes[travels]
+    following, staying = (1, 2) if travels == "q" else (2, 1)  # arrays of gradients
+    rows_q, rows_k = plan.where_q.rows, plan.where_k.rows
+    once = lambda nbytes, copy: [f"copy {copy} {nbytes}", "event"] if staged and nbytes else []  # noqa: E731
+    untouched = following * (not steps[0].compute) + staying * (not any(step.compute for step in steps))
+    compute, out, into = ["kernel delta"] + ["kernel clear"] * untouched, [], []
+    compute += index_vector(rows_k[rank]) if travels == "q" else index_vector(rows_q[rank]) * 3
+    own = plan.ways[travels].last[rank]
+    if own:
+        compute += ["kernel copy"] * (4 if travels == "q" else 2) + ["event"]
+        into += once(partial[rank], "H2D")  # its gradients come home
+    for step, after in zip(steps, [*steps[1:], None]):
+        if step.receive_from is not None:
+            into += once(cargo[step.next_guest], "H2D")
+        if step.partial_from is not None:
+            into += once(partial[step.guest], "H2D")
+        if step.send_to is not None:
+            out += once(cargo[step.guest], "D2H")
+        if step.compute:
+            compute += index_vector(rows_q[step.guest]) * 3 if travels == "q" else index_vector(rows_k[step.guest])
+            compute += ["kernel backward"]
+            if step.index and after is not None and after.receive_from is not None:
+                compute += ["event"]
+        elif step.index == 1 and step.partial_to is not None:
+            compute += ["kernel clear"] * following
+        if step.partial_to is not None:  # this rank's share goes with what has come
+            if step.partial_from is not None and step.compute:
+                compute += ["kernel add"] * following
+            if step.partial_from is None or step.compute:
+                compute += ["event"]
+            out += once(partial[step.guest], "D2H")
+    compute += ["kernel add"] * (following * bool(own)) + ["kernel copy"] * (3 * narrow)
+    return [*compute, "event"], out, sorted(into)
+
+
+@pytest.mark.parametrize("transport", ["staged", "direct"])
+@pytest.mark.parametrize("backward", ["q", "kv"])
+@pytest.mark.parametrize(
+    "layout, options, dtype",
+    [("zigzag", {"causal": True}, "bfloat16"), ("contiguous", {"window": (3, 3)}, "float32"), ("explicit", {}, "float32")],
+)
+def test_streams_follow_the_schedule_in_backward(comm, layout, options, dtype, backward, transport):
+    simulation()
+    cupy = gpu()
+    length = 9 * comm.size + 2
+    p = problem(length, batch=1, heads=2, kv_heads=1, d=8, dv=8, dtype=dtype)
+    options = options | {"layout": layout_of(layout, length, length, comm), "backward": backward}
+    with attention(comm, transport, quick=True, **options) as attn:
+        q, k, v, dout = put(cupy, *shards(attn, p))
+        out, lse = attn.forward(q, k, v)
+        grads = dict(zip(("dq", "dk", "dv"), attn.backward(dout, q, k, v, out, lse)))
+        (plan,) = attn._plans.values()
+        cupy.cuda.Device().synchronize()
+        sim = simulation()
+        sim.trace.clear()
+        stream = plan.backend.gpu
+        with cupy.cuda.Stream(non_blocking=True) as mine:
+            attn.backward(dout, q, k, v, out, lse, **grads)
+        mine.synchronize()
+        expected = expected_backward(plan, comm.rank, transport == "staged", dtype != "float32")
+        for name, listed in zip((mine.name, stream.out.name, stream.into.name), expected):
+            for what in ("enqueue", "run"):
+                found = [label for w, label, where in sim.trace if w == what and where == name]
+                # parcels, partials and what comes home land as they arrive
+                assert (sorted(found) if name == stream.into.name else found) == listed, (name, what)
+
+
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("transport", ["staged", "direct"])
 def test_messages_move_while_a_kernel_is_under_way(comm, transport, monkeypatch):

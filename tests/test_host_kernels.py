@@ -156,6 +156,17 @@ def test_state_goes_through_rows_that_see_nothing_yet(backend):
     run(backend, dout, q, k, v, "float32", causal=True, window=(30, 0), cuts=(10, 150, 250))
 
 
+@pytest.mark.parametrize("cut", [384, 500])
+def test_keys_that_no_row_sees_between_those_that_some_do(backend, cut):
+    """Panels of one group see tiles far apart: those between are not packed, and their gradients are 0."""
+    rng = np.random.default_rng(cut)
+    q, k, v, dout = kit.arrays(rng, 1, 1152, 900, 1, 1, 16, 16, "float32")
+    documents = ((0, cut, cut, 1152), (0, 100, 800, 900))
+    _, _, _, dk, dv = run(backend, dout, q, k, v, "float32", documents=documents)
+    assert not dk[:, 100:800].any() and not dv[:, 100:800].any()
+    run(backend, dout, q, k, v, "float32", documents=documents, cuts=(450,))
+
+
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data())
 def test_anything(backend, data):

@@ -69,10 +69,32 @@ class CudaBackend(GpuMemory, PlainVerbs):
             nbytes = max(nbytes, room(other.tile, work))
         return nbytes
 
+    def _attention_kernels(self, dims: Dims, backward: bool) -> list:
+        """The kernels that compute a block, each in a walk of its own over the pairs of tiles."""
+        names = ["forward"] if not backward else ["backward", *["backward_queries"] * self.deterministic]
+        return [tiles.kernel(name, self.arch, dims.dtype.name, dims.d, dims.dv) for name in names]
+
     def tile_count(self, dims: Dims, positions_q, positions_k) -> int:
         """Pairs of a tile of queries and a tile of keys of forward's kernel, over batch and heads."""
-        tile = tiles.kernel("forward", self.arch, dims.dtype.name, dims.d, dims.dv).tile
-        return dims.batch * dims.heads * _ceil(len(positions_q), tile.queries) * _ceil(len(positions_k), tile.keys)
+        return self.tile_pairs(dims, False, len(positions_q), len(positions_k), None)[1]
+
+    def tile_pairs(self, dims: Dims, backward: bool, rows_q: int, rows_k: int, sight) -> tuple[int, int]:
+        """Pairs of tiles that the kernels of a block compute, and all there are, over batch and heads.
+
+        Parameters
+        ----------
+        sight : lo, hi [rows_q] and pos [rows_k] of the host, or None for a block that is not computed
+
+        What raw_kernels/sight.cuh does on the device: a pair is empty where pos_max < lo_min or pos_min >= hi_max.  Both
+        cannot be, so that per tile of queries two searches among the sorted extents tell how many are left.
+        """
+        computed = every = 0
+        for kernel in self._attention_kernels(dims, backward):
+            tile = kernel.tile
+            every += _ceil(rows_q, tile.queries) * _ceil(rows_k, tile.keys)
+            if sight is not None and rows_q and rows_k:
+                computed += _visible_pairs(*sight, tile.queries, tile.keys)
+        return dims.batch * dims.heads * computed, dims.batch * dims.heads * every
 
     def _room(self, tile, rows_q, rows_k, slopes, work) -> Blueprint:
         """The parts of scratch."""
@@ -177,7 +199,7 @@ class CudaBackend(GpuMemory, PlainVerbs):
         if kernel.prepared_bytes:
             self._run(kernel, "backward_prepare", batch * heads * tiles_q, block, work.scores, **with_dq)
         if sums:
-            room["work"].data.memset_async(0, kernel.sums(batch, heads, int(block["rows_q"])))
+            self._zero(room["work"], kernel.sums(batch, heads, int(block["rows_q"])))
         self._run(kernel, "backward", batch * kv_heads * tiles_k, block, work.scores, **with_dq)
         if sums:
             self._run(kernel, "backward_fold", batch * heads * tiles_q, block, work.scores, **with_dq)
@@ -264,8 +286,29 @@ class CudaBackend(GpuMemory, PlainVerbs):
         launch = self._modules.kernel(kernel.source, name, kernel.tile.shared, **defines)
         launch((blocks,), (kernel.tile.threads,), (block,), shared_mem=kernel.tile.shared)
 
+    def _zero(self, target, nbytes) -> None:
+        if not self._modules.rehearsing:
+            target.data.memset_async(0, nbytes)
+
+    def rehearsal(self):
+        """A context in which verbs compile the kernels that they would launch, and launch nothing."""
+        return self._modules.rehearsal()
+
     def _launched(self):
         return Enqueued(self.gpu)
+
+
+def _visible_pairs(lo, hi, pos, tile_q: int, tile_k: int) -> int:
+    """Pairs of tiles that are not empty: lo, hi [rows_q], pos [rows_k], int32."""
+    starts_q, starts_k = (np.arange(0, len(x), tile) for x, tile in ((lo, tile_q), (pos, tile_k)))
+    sees = lo < hi
+    least = np.minimum.reduceat(np.where(sees, lo, np.iinfo(np.int32).max), starts_q)
+    most = np.maximum.reduceat(np.where(sees, hi, np.iinfo(np.int32).min), starts_q)
+    some = least < most  # tiles with a row that sees anything
+    first, last = np.minimum.reduceat(pos, starts_k), np.maximum.reduceat(pos, starts_k)
+    before = np.searchsorted(np.sort(last), least[some], "left")  # pos_max < lo_min
+    behind = len(first) - np.searchsorted(np.sort(first), most[some], "left")  # pos_min >= hi_max
+    return int((len(first) - before - behind).sum())
 
 
 def _ceil(a: int, b: int) -> int:

@@ -55,6 +55,7 @@ class Gpu:
 
     compute : the caller's stream, of the call under way
     end : mark of the end of the last call; its kernels may still work in the workspace
+    borrowed : arrays of other libraries, each call's with its mark, None before its end; who else holds them may let go
     """
 
     def __init__(self, cupy):
@@ -64,6 +65,21 @@ class Gpu:
         self.into = cupy.cuda.Stream(non_blocking=True)
         self.compute = None
         self.end = None
+        self.borrowed: list[tuple] = []
+
+    def borrow(self, arrays) -> None:
+        """Keep arrays of the call that begins until its kernels are done, and let go of those of calls that are."""
+        before, self.borrowed = self.borrowed, []
+        for mark, some in before:
+            if mark is not None and not mark.done():
+                self.borrowed.append((mark, some))
+        if arrays:
+            self.borrowed.append((None, arrays))
+
+    def ended(self) -> None:
+        """Mark the end of a call."""
+        self.end = self.mark(self.compute)
+        self.borrowed = [(self.end if mark is None else mark, some) for mark, some in self.borrowed]
 
     def mark(self, stream) -> Mark:
         """Mark what has been enqueued on a stream so far."""
@@ -148,8 +164,19 @@ class GpuMemory:
         return self._cupy.ndarray(tuple(shape), np.dtype(dtype), buffer.data + offset)
 
     def empty(self, shape, dtype):
-        """Give a new array for a result, from CuPy's own allocator."""
-        return self._cupy.empty(shape, dtype)
+        """Give a new array for a result, from CuPy's own allocator.
+
+        Raises
+        ------
+        MemoryError
+            With the bytes asked for, and those that are free.
+        """
+        try:
+            return self._cupy.empty(shape, dtype)
+        except MemoryError as error:
+            free, total = self._cupy.cuda.runtime.memGetInfo()
+            text = f"a result of shape {tuple(shape)}: GPU {self.gpu.device.id}: {free} of {total} bytes are free; {reason(error)}"
+            raise MemoryError(text) from None
 
     @contextmanager
     def on(self):
@@ -168,9 +195,9 @@ class GpuMemory:
                 yield
             except BaseException:
                 with suppress(Exception):  # a device that has failed; the call's own error counts
-                    gpu.end = gpu.mark(gpu.compute)
+                    gpu.ended()
                 raise
-            gpu.end = gpu.mark(gpu.compute)
+            gpu.ended()
 
     @property
     def index_bytes(self) -> int:
@@ -183,6 +210,8 @@ class GpuMemory:
 
     def indices(self, targets, fill, progress=lambda: None):
         """Let ``fill`` write index vectors, [rows] int32 each, and bring them to the device in the caller's stream."""
+        if self._modules.rehearsing:
+            return targets
         slot, self.index_slots = self.index_slots[0], (*self.index_slots[1:], self.index_slots[0])
         while slot.mark is not None and not slot.mark.done():  # the copy of two steps ago still reads it
             progress()

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+
+from ..checks import KernelError
 
 __all__ = ["Modules", "folder", "headers_id", "options"]
 
@@ -35,19 +38,62 @@ def options(defines: dict) -> tuple[str, ...]:
 
 
 class Modules:
-    """The variants in use on one device."""
+    """The variants in use on one device.
+
+    rehearsing : kernels are compiled and loaded, but what is given out launches nothing
+    compiled : modules so far
+    """
 
     def __init__(self, cupy):
         self._cupy = cupy
+        self._modules: dict[tuple, object] = {}
         self._kernels: dict[tuple, object] = {}
+        self.rehearsing = False
+
+    @property
+    def compiled(self) -> int:
+        return len(self._modules)
 
     def kernel(self, source: str, name: str, shared: int = 0, **defines):
-        """Give the kernel of that name in raw_kernels/<source>.cu, compiled with these -D, or from memory."""
-        key = (source, name, shared, tuple(defines.items()))
+        """Give the kernel of that name in raw_kernels/<source>.cu, compiled with these -D, or from memory.
+
+        Raises
+        ------
+        KernelError
+            The compiler's or the driver's reason in one line.
+        """
+        variant = (source, tuple(defines.items()))
+        key = (*variant, name, shared)
         if key not in self._kernels:
-            code = (folder() / f"{source}.cu").read_text()
-            kernel = self._cupy.RawModule(code=code, options=options(defines)).get_function(name)
-            if shared > 48 << 10:
-                kernel.max_dynamic_shared_size_bytes = shared
+            try:
+                if variant not in self._modules:
+                    code = (folder() / f"{source}.cu").read_text()
+                    self._modules[variant] = self._cupy.RawModule(code=code, options=options(defines))
+                kernel = self._modules[variant].get_function(name)
+                if shared > 48 << 10:
+                    kernel.max_dynamic_shared_size_bytes = shared
+            except Exception as error:  # the compiler's, the driver's, or that one of them is missing
+                self._modules.pop(variant, None)
+                raise KernelError(f"GPU: kernel {name} of {source}.cu cannot be made: {_brief(error)}") from error
             self._kernels[key] = kernel
-        return self._kernels[key]
+        return _launch_nothing if self.rehearsing else self._kernels[key]
+
+    @contextmanager
+    def rehearsal(self):
+        """Compile what is asked for, and launch nothing."""
+        self.rehearsing = True
+        try:
+            yield
+        finally:
+            self.rehearsing = False
+
+
+def _launch_nothing(grid, block, arguments, **more) -> None:
+    """In the place of a kernel."""
+
+
+def _brief(error) -> str:
+    """The first line of a compiler's log that tells of an error, or all of a short text, with the kind of exception."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    told = next((line for line in lines if "error" in line.lower()), " ".join(lines))
+    return f"{type(error).__name__}: {told[:400]}"

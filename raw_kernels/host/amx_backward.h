@@ -176,9 +176,8 @@ static void backward_worker(call *c, int thread, arena scratch)
     const float scale_k = (float)b->scale / QUERY_FACTOR(b); /* Q brings the rest */
     int64_t computed = 0, t;
     while ((t = atomic_fetch_add(&c->next, 1)) < c->tasks && carry_on(c, thread)) {
-        int64_t batch, head, group;
-        task_of(c, t, &batch, &head, &group);
-        const int64_t first = group * c->group_panels, n = MIN(c->group_panels, c->panels - first);
+        const task k = task_of(c, t);
+        const int64_t batch = k.batch, head = k.head, group = group_of(c, t), first = k.first, n = k.n;
         for (int64_t i = 0; i < n; i++) {
             gradient_panel *p = &w.panels[i];
             open_gradient(p, c, batch, head, first + i);
@@ -187,24 +186,23 @@ static void backward_worker(call *c, int thread, arena scratch)
             p->wild |= load_factor(&b->dout, batch, head, p->row, p->count, b->dim_v, 1, (bf16 *)w.rows, w.ld, p->dout,
                                    p->dout_rows);
         }
-        for (int64_t index = 0; index < c->tiles; index++) {
-            if (!group_sees(c, group, index)) continue;
+        for (int64_t index = k.start; index < k.end; index++) {
+            if (!sees_tile(c, k.all, index)) continue;
             load_bf16_tile(&w.tile, c, batch, head / share, index, 1);
             const int64_t keys = w.tile.at.blocks * KR;
             memset(w.dk, 0, keys * w.depth * sizeof(float));
             memset(w.dv, 0, keys * w.width * sizeof(float));
             for (int64_t i = 0; i < n; i++) {
-                prefetch_tile(c, batch, head / share, index + 1, i, n);
-                prefetch_rows(&b->dk, c, batch, head / share, index, b->d * 4, i, n);
-                prefetch_rows(&b->dv, c, batch, head / share, index, b->dim_v * 4, i, n);
                 computed += backward_tile(&w.panels[i], &w, c, batch, head);
                 if (!carry_on(c, thread)) break;
             }
-            if (!wait_for_turn(c, thread, batch, head, group, index)) break;
+            const enum turn mine = wait_for_turn(c, thread, batch, head, group, index);
+            if (mine == STOPPED) break;
             for (int64_t i = 0; i < w.tile.at.live; i++) {
                 const int64_t row = w.tile.at.first + i;
-                add_row(row_at(&b->dk, batch, row, head / share), b->dk.step[3], b->d, w.dk + i * w.depth, scale_k);
-                add_row(row_at(&b->dv, batch, row, head / share), b->dv.step[3], b->dim_v, w.dv + i * w.width, 1);
+                char *dk = row_at(&b->dk, batch, row, head / share), *dv = row_at(&b->dv, batch, row, head / share);
+                (mine == FIRST ? put_row : add_row)(dk, b->dk.step[3], b->d, w.dk + i * w.depth, scale_k);
+                (mine == FIRST ? put_row : add_row)(dv, b->dv.step[3], b->dim_v, w.dv + i * w.width, 1);
             }
             pass_turn(c, batch, head, index);
         }

@@ -16,6 +16,7 @@ typedef struct {
     int64_t plane;
     float *rows;     /* [NR, ld], or [PIECES, NR, ld] of bfloat16: on the way in and out of a panel */
     int64_t ld;
+    stream ahead[2]; /* K, V */
     bend how;
 } forward_room;
 
@@ -142,6 +143,7 @@ NOINLINE int forward_tile(panel *p, forward_room *w, const call *c, int64_t batc
         tile_with_maximum(p, w, from, to, b, sum);
     } else {
         for (int64_t block = from; block < to; block++) {
+            ask_all(w->ahead, 2, to - block);
             uint32_t *pairs = w->p + (block - from) * KR / 2 * NR;
             if (plain && (full || block_sight(&t->at, &p->q, block) == FULL)) {
                 bf16_scores(keys_of(t, block), columns_of(p->query, b->d), ROUND_UP(b->d, STEP), w->s);
@@ -171,20 +173,14 @@ static void forward_worker(call *c, int thread, arena scratch)
     const int64_t share = b->heads / b->kv_heads;
     int64_t computed = 0, t;
     while ((t = atomic_fetch_add(&c->next, 1)) < c->tasks && carry_on(c, thread)) {
-        int64_t batch, head, group;
-        task_of(c, t, &batch, &head, &group);
-        const int64_t first = group * c->group_panels, n = MIN(c->group_panels, c->panels - first);
-        INT low = INT32_MAX, high = INT32_MIN;
-        for (int64_t i = 0; i < n; i++) {
-            open_panel(&w.panels[i], &w, c, batch, head, first + i);
-            low = MIN(low, w.panels[i].q.lo_min);
-            high = MAX(high, w.panels[i].q.hi_max);
-        }
-        for (int64_t index = 0; index < c->tiles; index++) {
-            if (c->tile_max[index] < low || c->tile_min[index] >= high) continue;
+        const task k = task_of(c, t);
+        const int64_t batch = k.batch, head = k.head, first = k.first, n = k.n;
+        for (int64_t i = 0; i < n; i++) open_panel(&w.panels[i], &w, c, batch, head, first + i);
+        for (int64_t index = k.start; index < k.end; index++) {
+            if (!sees_tile(c, k.all, index)) continue;
             load_bf16_tile(&w.tile, c, batch, head / share, index, 0);
             for (int64_t i = 0; i < n; i++) {
-                prefetch_tile(c, batch, head / share, index + 1, i, n);
+                stream_next(w.ahead, c, batch, head / share, index + 1, i, n);
                 computed += forward_tile(&w.panels[i], &w, c, batch, head / share);
                 if (!carry_on(c, thread)) break;
             }

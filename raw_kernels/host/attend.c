@@ -55,6 +55,7 @@ int burst_attend(burst_block *b)
     arena shared = {b->scratch, 0};
     if (burst_scratch_bytes(b, 0) > b->scratch_bytes) return 2;
     const int64_t each = forward_bytes(&c, b, &shared);
+    survey_tiles(&c);
     run(&c, forward_worker, shared, each);
     return atomic_load(&c.stop);
 }
@@ -65,6 +66,7 @@ int burst_attend_backward(burst_block *b)
     arena shared = {b->scratch, 0};
     if (burst_scratch_bytes(b, 1) > b->scratch_bytes) return 2;
     const int64_t each = backward_bytes(&c, b, &shared);
+    survey_tiles(&c);
     prepare_backward(&c);
     run(&c, backward_worker, shared, each);
     return atomic_load(&c.stop);

@@ -16,11 +16,12 @@
 
 typedef struct {
     gradient_panel panels[BURST_PANELS];
-    key_tile tile;
+    key_tile tile, next;
     REAL *p, *ds;    /* [keys, NR] */
     REAL *dk, *dv;   /* strips of [keys, width]: sums of this group for this tile */
     REAL *rows;      /* [NR, ld] */
     int64_t ld;
+    stream ahead[6]; /* K, V, dK, dV, Q, dO */
     bend how;
 } backward_room;
 
@@ -32,6 +33,7 @@ INLINE void take_backward(arena *a, backward_room *w, const call *c)
     const int64_t keys = ROUND_UP(c->tile_keys, KR);
     w->ld = ROUND_UP(MAX(b->d, b->dim_v), LANES) + LANES;
     take_tile(a, &w->tile, c, 1);
+    take_tile(a, &w->next, c, 1);
     w->p = TAKE(a, REAL, keys * NR);
     w->ds = TAKE(a, REAL, keys * NR);
     w->dk = TAKE(a, REAL, strips_size(keys, b->d));
@@ -88,57 +90,79 @@ INLINE void weights_of(const REAL *s, const gradient_panel *q, REAL *p)
         }
 }
 
-/* P of a block that no rule bends; where it is cut, hidden pairs are 0 whatever came out there */
-INLINE void weigh_block_again(const REAL *k, int64_t ld, int64_t d, const gradient_panel *q, REAL *p, const INT *pos, const int cut)
+/* P of a block that no rule bends; where it is cut, NV vectors from `first` see something of it, and hidden pairs are 0
+ * whatever came out there */
+INLINE void weigh_block_again(const REAL *k, int64_t ld, int64_t d, const gradient_panel *q, REAL *p, const INT *pos, const int cut,
+                              int first, const int NV)
 {
     vec s[KR][VR];
-    score_block(k, ld, q->query, d, s);
-    UNROLL for (int j = 0; j < VR; j++) {
-        const vec lse = load(q->lse + j * LANES), low = load(q->lse_low + j * LANES);
+    score_block(k, ld, (const REAL *)q->query + first * LANES, d, s, NV);
+    UNROLL for (int j = 0; j < NV; j++) {
+        const int64_t lane = (first + j) * LANES;
+        const vec lse = load(q->lse + lane), low = load(q->lse_low + lane);
         UNROLL for (int i = 0; i < KR; i++) {
             vec weight = exp2_vec(fused(s[i][j], LOG2E, lse) - low);
-            if (cut) weight = if_seen(&q->q, j, pos[i], weight, zero());
-            store(p + i * NR + j * LANES, weight);
+            if (cut) weight = if_seen(&q->q, first + j, pos[i], weight, zero());
+            store(p + i * NR + lane, weight);
         }
     }
 }
 NOINLINE void weigh_again(const REAL *k, int64_t ld, int64_t d, const gradient_panel *q, REAL *p)
 {
-    weigh_block_again(k, ld, d, q, p, NULL, 0);
+    weigh_block_again(k, ld, d, q, p, NULL, 0, 0, VR);
 }
-NOINLINE void weigh_again_cut(const REAL *k, int64_t ld, int64_t d, const gradient_panel *q, REAL *p, const INT *pos)
+/* Vectors that see nothing of a block: dK and dV take their zeros, as they go by other blocks. */
+INLINE void clear_unseen(REAL *p, span seen)
 {
-    weigh_block_again(k, ld, d, q, p, pos, 1);
+    UNROLL for (int j = 0; j < VR; j++)
+        if (j < seen.first || j >= seen.last) UNROLL for (int i = 0; i < KR; i++) store(p + i * NR + j * LANES, zero());
+}
+NOINLINE void weigh_again_cut(const REAL *k, int64_t ld, int64_t d, const gradient_panel *q, REAL *p, const INT *pos, span seen)
+{
+    clear_unseen(p, seen);
+    switch (seen.last - seen.first) {
+    case 1: weigh_block_again(k, ld, d, q, p, pos, 1, seen.first, 1); break;
+    case 2: weigh_block_again(k, ld, d, q, p, pos, 1, seen.first, 2); break;
+    case 3: weigh_block_again(k, ld, d, q, p, pos, 1, 0, 3); break;
+    default: break;
+    }
 }
 
 /* dS = P (dP - delta), times the cap's slope where slopes holds it */
 INLINE void slope_any(const REAL *v, int64_t ld, int64_t dv, const gradient_panel *q, const REAL *p, REAL *ds, const INT *pos,
-                      const int capped, const int cut)
+                      const int capped, const int cut, int first, const int NV)
 {
     vec dp[KR][VR];
-    score_block(v, ld, q->dout, dv, dp);
-    UNROLL for (int j = 0; j < VR; j++) {
-        const vec delta = load(q->delta + j * LANES);
+    score_block(v, ld, (const REAL *)q->dout + first * LANES, dv, dp, NV);
+    UNROLL for (int j = 0; j < NV; j++) {
+        const vec delta = load(q->delta + (first + j) * LANES);
         UNROLL for (int i = 0; i < KR; i++) {
-            const int64_t at = i * NR + j * LANES;
+            const int64_t at = i * NR + (first + j) * LANES;
             vec x = load(p + at) * (dp[i][j] - delta);
             if (capped) x *= load(ds + at);
-            if (cut) x = if_seen(&q->q, j, pos[i], x, zero()); /* delta may be NaN */
+            if (cut) x = if_seen(&q->q, first + j, pos[i], x, zero()); /* delta may be NaN */
             store(ds + at, x);
         }
     }
 }
 NOINLINE void slope_block(const REAL *v, int64_t ld, int64_t dv, const gradient_panel *q, const REAL *p, REAL *ds)
 {
-    slope_any(v, ld, dv, q, p, ds, NULL, 0, 0);
+    slope_any(v, ld, dv, q, p, ds, NULL, 0, 0, 0, VR);
 }
-NOINLINE void slope_cut(const REAL *v, int64_t ld, int64_t dv, const gradient_panel *q, const REAL *p, REAL *ds, const INT *pos)
+NOINLINE void slope_cut(const REAL *v, int64_t ld, int64_t dv, const gradient_panel *q, const REAL *p, REAL *ds, const INT *pos,
+                        span seen)
 {
-    slope_any(v, ld, dv, q, p, ds, pos, 0, 1);
+    clear_unseen(ds, seen);
+    switch (seen.last - seen.first) {
+    case 1: slope_any(v, ld, dv, q, p, ds, pos, 0, 1, seen.first, 1); break;
+    case 2: slope_any(v, ld, dv, q, p, ds, pos, 0, 1, seen.first, 2); break;
+    case 3: slope_any(v, ld, dv, q, p, ds, pos, 0, 1, 0, 3); break;
+    default: break;
+    }
 }
 NOINLINE void slope_capped(const REAL *v, int64_t ld, int64_t dv, const gradient_panel *q, const REAL *p, REAL *ds)
 {
-    slope_any(v, ld, dv, q, p, ds, NULL, 1, 0);
+    slope_any(v, ld, dv, q, p, ds, NULL, 1, 0, 0, VR);
 }
 
 NOINLINE int backward_tile(gradient_panel *p, backward_room *w, const burst_block *b)
@@ -149,7 +173,10 @@ NOINLINE int backward_tile(gradient_panel *p, backward_room *w, const burst_bloc
     seen_blocks(t, &p->q, &from, &to, &full);
     if (from == to) return 0;
     const int capped = w->how.softcap != 0, plain = !capped && !w->how.alibi;
+    edges edge;
+    if (!full) find_edges(&edge, t, &p->q, from, to);
     for (int64_t block = from; block < to; block++) {
+        ask_all(w->ahead, 6, to - block);
         REAL *weights = w->p + (block - from) * KR * NR, *ds = w->ds + (block - from) * KR * NR;
         const int cut = !full && block_sight(t, &p->q, block) != FULL;
         const REAL *k = t->k + block * KR * t->ld_k, *v = t->v + block * KR * t->ld_v;
@@ -157,7 +184,7 @@ NOINLINE int backward_tile(gradient_panel *p, backward_room *w, const burst_bloc
         if (plain && !cut) {
             weigh_again(k, t->ld_k, b->d, p, weights);
         } else if (plain) {
-            weigh_again_cut(k, t->ld_k, b->d, p, weights, pos);
+            weigh_again_cut(k, t->ld_k, b->d, p, weights, pos, edge.spans[block - from]);
         } else {
             score_any(t, block, &p->q, p->query, b->d, &w->how, weights, capped ? ds : NULL);
             weights_of(weights, p, weights);
@@ -167,7 +194,7 @@ NOINLINE int backward_tile(gradient_panel *p, backward_room *w, const burst_bloc
             slope_capped(v, t->ld_v, b->dim_v, p, weights, ds);
             if (cut) hide_block(ds, &p->q, pos, KR);
         } else if (cut) {
-            slope_cut(v, t->ld_v, b->dim_v, p, weights, ds, pos);
+            slope_cut(v, t->ld_v, b->dim_v, p, weights, ds, pos, edge.spans[block - from]);
         } else {
             slope_block(v, t->ld_v, b->dim_v, p, weights, ds);
         }
@@ -182,58 +209,92 @@ NOINLINE int backward_tile(gradient_panel *p, backward_room *w, const burst_bloc
         add_rows_carefully(w->ds, p->query_rows, w->dk, from * KR, live, all, b->d, &p->q, pos);
         add_panel_carefully(chunks, t->chunk_stride, w->ds, live, p->dq, b->d, &p->q, pos);
     } else {
-        add_rows(w->p, p->dout_rows, w->dv, from * KR, keys, all, b->dim_v);
-        add_rows(w->ds, p->query_rows, w->dk, from * KR, keys, all, b->d);
-        add_panel(chunks, t->chunk_stride, w->ds, keys, p->dq, b->d);
+        const span *spans = full ? NULL : edge.spans;
+        add_rows(w->p, p->dout_rows, w->dv, from * KR, keys, all, b->dim_v, spans);
+        add_rows(w->ds, p->query_rows, w->dk, from * KR, keys, all, b->d, spans);
+        if (full)
+            add_panel(chunks, t->chunk_stride, w->ds, keys, p->dq, b->d);
+        else
+            add_panel_runs(chunks, t->chunk_stride, w->ds, edge.runs, edge.n, p->dq, b->d);
     }
     return 1;
 }
 
 NOINLINE void add_to_keys(const key_tile *t, const REAL *strips, const burst_array *to, int64_t batch, int64_t head, int64_t n,
-                          REAL factor)
+                          REAL factor, enum turn turn)
 {
     int64_t column = 0;
     for (int s = 0; s < strips_of(n); s++) {
         const int width = strip_width(n, s) * LANES;
         for (int64_t i = 0; i < t->live; i++)
-            add_row(row_at(to, batch, t->first + i, head) + column * to->step[3], to->step[3], MIN(width, n - column),
-                    strips + i * width, factor);
+            (turn == FIRST ? put_row : add_row)(row_at(to, batch, t->first + i, head) + column * to->step[3], to->step[3],
+                                                MIN(width, n - column), strips + i * width, factor);
         strips += (int64_t)ROUND_UP(BURST_KEYS_BACKWARD, KR) * width;
         column += width;
     }
 }
 
-static void backward_worker(call *c, int thread, arena scratch)
+static int64_t backward_task(backward_room *w, call *c, int thread, task *k, int64_t group)
 {
     const burst_block *b = c->b;
+    const int64_t keys = ROUND_UP(c->tile_keys, KR);
+    int64_t computed = 0;
+    for (int64_t i = 0; i < k->n; i++)
+        if (next_tile(c, k->sees[i], k->start, k->end) == k->end) {
+            open_gradient(&w->panels[i], c, k->batch, k->head, k->first + i);
+            close_gradient(&w->panels[i], c, k->batch, k->head, w->rows, w->ld);
+            k->opened[i] = 1;
+        }
+    if (k->start < k->end) {
+        load_positions(&w->tile, c, k->start);
+        pack_backward(&w->tile, c, k->batch, k->kv_head, 0, 1);
+    }
+    for (int64_t index = k->start, after; index < k->end; index = after) {
+        const int64_t turns = panels_at(c, k, index), key = w->tile.first, live = w->tile.live;
+        after = next_tile(c, k->all, index + 1, k->end);
+        if (after < k->end) load_positions(&w->next, c, after);
+        memset(w->dk, 0, strips_size(keys, b->d) * sizeof(REAL));
+        memset(w->dv, 0, strips_size(keys, b->dim_v) * sizeof(REAL));
+        for (int64_t i = 0, turn = 0; i < k->n; i++) {
+            gradient_panel *p = &w->panels[i];
+            if (!sees_tile(c, k->sees[i], index)) continue;
+            if (!k->opened[i]) open_gradient_panel(p, w, c, k->batch, k->head, k->first + i);
+            k->opened[i] = 1;
+            w->ahead[0].left = w->ahead[1].left = 0;
+            if (after < k->end) stream_keys(w->ahead, &w->next, c, k->batch, k->kv_head, turn, turns);
+            const int64_t from = key + live * turn / turns, to = key + live * (turn + 1) / turns;
+            w->ahead[2] = stream_of(&b->dk, k->batch, k->kv_head, from, to, b->d, TYPE_OF_REAL);
+            w->ahead[3] = stream_of(&b->dv, k->batch, k->kv_head, from, to, b->dim_v, TYPE_OF_REAL);
+            w->ahead[4] = stream_panel(&b->q, c, k, i, b->d);
+            w->ahead[5] = stream_panel(&b->dout, c, k, i, b->dim_v);
+            computed += backward_tile(p, w, b);
+            if (after < k->end) pack_backward(&w->next, c, k->batch, k->kv_head, turn, turns);
+            if (next_tile(c, k->sees[i], index + 1, k->end) == k->end) close_gradient(p, c, k->batch, k->head, w->rows, w->ld);
+            if (!carry_on(c, thread)) return computed;
+            turn++;
+        }
+        if (!turns && after < k->end) pack_backward(&w->next, c, k->batch, k->kv_head, 0, 1);
+        const enum turn mine = wait_for_turn(c, thread, k->batch, k->head, group, index);
+        if (mine == STOPPED) return computed;
+        add_to_keys(&w->tile, w->dk, &b->dk, k->batch, k->kv_head, b->d, (REAL)b->scale, mine);
+        add_to_keys(&w->tile, w->dv, &b->dv, k->batch, k->kv_head, b->dim_v, 1, mine);
+        pass_turn(c, k->batch, k->head, index);
+        const key_tile done = w->tile;
+        w->tile = w->next;
+        w->next = done;
+    }
+    return computed;
+}
+
+static void backward_worker(call *c, int thread, arena scratch)
+{
     backward_room w;
     take_backward(&scratch, &w, c);
-    w.how = bend_of(b);
-    const int64_t share = b->heads / b->kv_heads, keys = ROUND_UP(c->tile_keys, KR);
+    w.how = bend_of(c->b);
     int64_t computed = 0, t;
     while ((t = atomic_fetch_add(&c->next, 1)) < c->tasks && carry_on(c, thread)) {
-        int64_t batch, head, group;
-        task_of(c, t, &batch, &head, &group);
-        const int64_t first = group * c->group_panels, n = MIN(c->group_panels, c->panels - first);
-        for (int64_t i = 0; i < n; i++) open_gradient_panel(&w.panels[i], &w, c, batch, head, first + i);
-        for (int64_t index = 0; index < c->tiles; index++) {
-            if (!group_sees(c, group, index)) continue;
-            load_tile_backward(&w.tile, c, batch, head / share, index);
-            memset(w.dk, 0, strips_size(keys, b->d) * sizeof(REAL));
-            memset(w.dv, 0, strips_size(keys, b->dim_v) * sizeof(REAL));
-            for (int64_t i = 0; i < n; i++) {
-                prefetch_tile(c, batch, head / share, index + 1, i, n);
-                prefetch_rows(&b->dk, c, batch, head / share, index, b->d * (int64_t)sizeof(REAL), i, n);
-                prefetch_rows(&b->dv, c, batch, head / share, index, b->dim_v * (int64_t)sizeof(REAL), i, n);
-                computed += backward_tile(&w.panels[i], &w, b);
-                if (!carry_on(c, thread)) break;
-            }
-            if (!wait_for_turn(c, thread, batch, head, group, index)) break;
-            add_to_keys(&w.tile, w.dk, &b->dk, batch, head / share, b->d, (REAL)b->scale);
-            add_to_keys(&w.tile, w.dv, &b->dv, batch, head / share, b->dim_v, 1);
-            pass_turn(c, batch, head, index);
-        }
-        for (int64_t i = 0; i < n; i++) close_gradient(&w.panels[i], c, batch, head, w.rows, w.ld);
+        task k = task_of(c, t);
+        computed += backward_task(&w, c, thread, &k, group_of(c, t));
     }
     atomic_fetch_add(&c->computed, computed);
 }

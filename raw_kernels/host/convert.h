@@ -129,6 +129,8 @@ NOINLINE void store_row(char *dst, int64_t step, int64_t n, const REAL *restrict
 {
     if (step != SIZE_OF_TYPE[type])
         for (int64_t c = 0; c < n; c++) put_element(dst + c * step, type, src[c] * factor);
+    else if (type == (int)TYPE_OF_REAL && n % LANES == 0)
+        for (int64_t c = 0; c < n; c += LANES) storeu((REAL *)dst + c, loadu(src + c) * factor);
     else if (type == BURST_F64)
         for (int64_t c = 0; c < n; c++) put_element(dst + 8 * c, BURST_F64, src[c] * factor);
     else if (type == BURST_F32)
@@ -147,6 +149,17 @@ NOINLINE void add_row(char *dst, int64_t step, int64_t n, const REAL *restrict s
         for (int64_t c = 0; c < n; c++) d[c] += src[c] * factor;
     } else {
         for (int64_t c = 0; c < n; c++) *(REAL *)(dst + c * step) += src[c] * factor;
+    }
+}
+
+/* The same where nothing is there yet */
+NOINLINE void put_row(char *dst, int64_t step, int64_t n, const REAL *restrict src, REAL factor)
+{
+    if (step == sizeof(REAL)) {
+        REAL *restrict d = (REAL *)dst;
+        for (int64_t c = 0; c < n; c++) d[c] = src[c] * factor;
+    } else {
+        for (int64_t c = 0; c < n; c++) *(REAL *)(dst + c * step) = src[c] * factor;
     }
 }
 

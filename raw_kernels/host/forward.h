@@ -15,10 +15,11 @@
 
 typedef struct {
     panel panels[BURST_PANELS];
-    key_tile tile;
+    key_tile tile, next; /* of keys: that which is computed, that which is packed meanwhile */
     REAL *p;         /* [keys, NR] */
     REAL *rows;      /* [NR, ld] on the way in and out of a panel */
     int64_t ld;
+    stream ahead[4]; /* K, V, Q, out */
     bend how;
 } forward_room;
 
@@ -27,6 +28,7 @@ INLINE void take_forward(arena *a, forward_room *w, const call *c)
     const burst_block *b = c->b;
     w->ld = ROUND_UP(MAX(b->d, b->dim_v), LANES) + LANES;
     take_tile(a, &w->tile, c, 0);
+    take_tile(a, &w->next, c, 0);
     w->p = TAKE(a, REAL, ROUND_UP(c->tile_keys, KR) * NR);
     w->rows = TAKE(a, REAL, NR * w->ld);
     for (int64_t i = 0; i < c->group_panels; i++) {
@@ -47,34 +49,40 @@ NOINLINE void open_panel(panel *p, forward_room *w, const call *c, int64_t batch
 
 /* ---------------------------------------------------------------- a tile */
 
-/* P of a block that no rule bends: registers only.  Where it is cut, hidden pairs are 0 whatever came out there. */
+/* P of a block that no rule bends: registers only.  Where it is cut, NV vectors from `first` see something of it, and
+ * hidden pairs are 0 whatever came out there. */
 INLINE void weigh_block(const REAL *k, int64_t ld, const REAL *query, int64_t d, const REAL *ref, REAL *p, vec *sum,
-                        const lanes *q, const INT *pos, const int cut)
+                        const lanes *q, const INT *pos, const int cut, int first, const int NV)
 {
     vec s[KR][VR];
-    score_block(k, ld, query, d, s);
-    UNROLL for (int j = 0; j < VR; j++) {
-        const vec m = load(ref + j * LANES);
-        vec total = sum[j];
+    score_block(k, ld, query + first * LANES, d, s, NV);
+    UNROLL for (int j = 0; j < NV; j++) {
+        const vec m = load(ref + (first + j) * LANES);
+        vec total = sum[first + j];
         UNROLL for (int i = 0; i < KR; i++) {
             vec weight = exp2_vec(fused(s[i][j], LOG2E, m));
-            if (cut) weight = if_seen(q, j, pos[i], weight, zero());
-            store(p + i * NR + j * LANES, weight);
+            if (cut) weight = if_seen(q, first + j, pos[i], weight, zero());
+            store(p + i * NR + (first + j) * LANES, weight);
             total += weight;
         }
-        sum[j] = total;
+        sum[first + j] = total;
     }
 }
 
 NOINLINE void weigh_full(const REAL *k, int64_t ld, const REAL *query, int64_t d, const REAL *ref, REAL *p, vec *sum)
 {
-    weigh_block(k, ld, query, d, ref, p, sum, NULL, NULL, 0);
+    weigh_block(k, ld, query, d, ref, p, sum, NULL, NULL, 0, 0, VR);
 }
 
 NOINLINE void weigh_cut(const REAL *k, int64_t ld, const REAL *query, int64_t d, const REAL *ref, REAL *p, vec *sum,
-                        const lanes *q, const INT *pos)
+                        const lanes *q, const INT *pos, span seen)
 {
-    weigh_block(k, ld, query, d, ref, p, sum, q, pos, 1);
+    switch (seen.last - seen.first) {
+    case 1: weigh_block(k, ld, query, d, ref, p, sum, q, pos, 1, seen.first, 1); break;
+    case 2: weigh_block(k, ld, query, d, ref, p, sum, q, pos, 1, seen.first, 2); break;
+    case 3: weigh_block(k, ld, query, d, ref, p, sum, q, pos, 1, 0, 3); break;
+    default: break;
+    }
 }
 
 /* Scores of a block into memory, bent and masked. */
@@ -82,7 +90,7 @@ NOINLINE void score_any(const key_tile *t, int64_t block, const lanes *q, const 
                         REAL *s, REAL *slopes)
 {
     vec acc[KR][VR];
-    score_block(t->k + block * KR * t->ld_k, t->ld_k, query, d, acc);
+    score_block(t->k + block * KR * t->ld_k, t->ld_k, query, d, acc, VR);
     UNROLL for (int i = 0; i < KR; i++) UNROLL for (int j = 0; j < VR; j++) store(s + i * NR + j * LANES, acc[i][j]);
     const int cut = block_sight(t, q, block) != FULL;
     if (cut || how->softcap != 0 || how->alibi)
@@ -130,6 +138,8 @@ NOINLINE int forward_tile(panel *p, forward_room *w, const burst_block *b)
     seen_blocks(t, &p->q, &from, &to, &full);
     if (from == to) return 0;
     const int plain = w->how.softcap == 0 && !w->how.alibi;
+    edges edge;
+    if (!full) find_edges(&edge, t, &p->q, from, to);
     vec sum[VR];
     UNROLL for (int j = 0; j < VR; j++) sum[j] = (vec){0};
     if (p->unset) first_maximum(p, w, from, to, b);
@@ -137,12 +147,14 @@ NOINLINE int forward_tile(panel *p, forward_room *w, const burst_block *b)
         tile_with_maximum(p, w, from, to, b->d, b->dim_v, sum);
     } else {
         for (int64_t block = from; block < to; block++) {
+            ask_all(w->ahead, 4, to - block);
             REAL *weights = w->p + (block - from) * KR * NR;
             const REAL *k = t->k + block * KR * t->ld_k;
             if (plain && (full || block_sight(t, &p->q, block) == FULL)) {
                 weigh_full(k, t->ld_k, p->query, b->d, p->ref, weights, sum);
             } else if (plain) {
-                weigh_cut(k, t->ld_k, p->query, b->d, p->ref, weights, sum, &p->q, t->pos + block * KR);
+                weigh_cut(k, t->ld_k, p->query, b->d, p->ref, weights, sum, &p->q, t->pos + block * KR,
+                          edge.spans[block - from]);
             } else {
                 score_any(t, block, &p->q, p->query, b->d, &w->how, weights, NULL);
                 weigh_stored(weights, KR, p, sum);
@@ -155,39 +167,74 @@ NOINLINE int forward_tile(panel *p, forward_room *w, const burst_block *b)
     if (t->wild_v && !full)
         add_panel_carefully(values, t->chunk_stride, w->p, MIN(to * KR, t->live) - from * KR, p->out, b->dim_v, &p->q,
                             t->pos + from * KR);
+    else if (full)
+        add_panel_ahead(values, t->chunk_stride, w->p, (to - from) * KR, p->out, b->dim_v);
     else
-        add_panel(values, t->chunk_stride, w->p, (to - from) * KR, p->out, b->dim_v);
+        add_panel_runs(values, t->chunk_stride, w->p, edge.runs, edge.n, p->out, b->dim_v);
     return (int)((to * KR - 1) / BURST_KEYS_BACKWARD - from * KR / BURST_KEYS_BACKWARD + 1);
+}
+
+/* Rows of the panel behind panel i, if it is still to be opened */
+INLINE stream stream_panel(const burst_array *x, const call *c, const task *k, int64_t i, int64_t n)
+{
+    const int64_t row = (k->first + i + 1) * NR, wanted = i + 1 < k->n && !k->opened[i + 1];
+    return stream_of(x, k->batch, k->head, row, wanted ? MIN(row + NR, c->b->rows_q) : row, n, (int)c->b->type);
+}
+
+/* A panel is opened before its first tile and closed behind its last one, while its rows are in L1. */
+static int64_t forward_task(forward_room *w, call *c, int thread, task *k)
+{
+    const burst_block *b = c->b;
+    const burst_array *to = b->final.data ? &b->final : &b->out;
+    const int to_type = b->final.data ? (int)b->type : (int)TYPE_OF_REAL;
+    int64_t computed = 0;
+    for (int64_t i = 0; i < k->n; i++)
+        if (next_tile(c, k->sees[i], k->start, k->end) == k->end) {
+            open_panel(&w->panels[i], w, c, k->batch, k->head, k->first + i);
+            close_panel(&w->panels[i], c, k->batch, k->head, w->rows, w->ld);
+            k->opened[i] = 1;
+        }
+    if (k->start < k->end) {
+        load_positions(&w->tile, c, k->start);
+        pack_forward(&w->tile, c, k->batch, k->kv_head, 0, 1);
+    }
+    for (int64_t index = k->start, after; index < k->end; index = after) {
+        const int64_t turns = panels_at(c, k, index);
+        after = index + 1;
+        while (after < k->end && !panels_at(c, k, after)) after++;
+        if (after < k->end) load_positions(&w->next, c, after);
+        for (int64_t i = 0, turn = 0; i < k->n; i++) {
+            panel *p = &w->panels[i];
+            if (!sees_tile(c, k->sees[i], index)) continue;
+            if (!k->opened[i]) open_panel(p, w, c, k->batch, k->head, k->first + i);
+            k->opened[i] = 1;
+            w->ahead[0].left = w->ahead[1].left = 0;
+            if (after < k->end) stream_keys(w->ahead, &w->next, c, k->batch, k->kv_head, turn, turns);
+            w->ahead[2] = stream_panel(&b->q, c, k, i, b->d);
+            const int last = next_tile(c, k->sees[i], index + 1, k->end) == k->end;
+            w->ahead[3] = stream_of(to, k->batch, k->head, p->row, last ? p->row + p->count : p->row, b->dim_v, to_type);
+            computed += forward_tile(p, w, b);
+            if (after < k->end) pack_forward(&w->next, c, k->batch, k->kv_head, turn, turns);
+            if (last) close_panel(p, c, k->batch, k->head, w->rows, w->ld);
+            if (!carry_on(c, thread)) return computed;
+            turn++;
+        }
+        const key_tile done = w->tile;
+        w->tile = w->next;
+        w->next = done;
+    }
+    return computed;
 }
 
 static void forward_worker(call *c, int thread, arena scratch)
 {
-    const burst_block *b = c->b;
     forward_room w;
     take_forward(&scratch, &w, c);
-    w.how = bend_of(b);
-    const int64_t share = b->heads / b->kv_heads;
+    w.how = bend_of(c->b);
     int64_t computed = 0, t;
     while ((t = atomic_fetch_add(&c->next, 1)) < c->tasks && carry_on(c, thread)) {
-        int64_t batch, head, group;
-        task_of(c, t, &batch, &head, &group);
-        const int64_t first = group * c->group_panels, n = MIN(c->group_panels, c->panels - first);
-        INT low = INT32_MAX, high = INT32_MIN;
-        for (int64_t i = 0; i < n; i++) {
-            open_panel(&w.panels[i], &w, c, batch, head, first + i);
-            low = MIN(low, w.panels[i].q.lo_min);
-            high = MAX(high, w.panels[i].q.hi_max);
-        }
-        for (int64_t index = 0; index < c->tiles; index++) {
-            if (c->tile_max[index] < low || c->tile_min[index] >= high) continue;
-            load_tile_forward(&w.tile, c, batch, head / share, index);
-            for (int64_t i = 0; i < n; i++) {
-                prefetch_tile(c, batch, head / share, index + 1, i, n);
-                computed += forward_tile(&w.panels[i], &w, b);
-                if (!carry_on(c, thread)) break;
-            }
-        }
-        for (int64_t i = 0; i < n; i++) close_panel(&w.panels[i], c, batch, head, w.rows, w.ld);
+        task k = task_of(c, t);
+        computed += forward_task(&w, c, thread, &k);
     }
     atomic_fetch_add(&c->computed, computed);
 }

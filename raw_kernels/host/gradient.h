@@ -58,29 +58,27 @@ NOINLINE void close_gradient(gradient_panel *p, const call *c, int64_t batch, in
 
 /* ---------------------------------------------------------------- dK and dV, in order */
 
-INLINE int group_sees(const call *c, int64_t group, int64_t tile)
-{
-    return c->tile_max[tile] >= c->group_lo[group] && c->tile_min[tile] < c->group_hi[group];
-}
+enum turn { STOPPED, FIRST, LATER };
 
-/* Wait until all earlier tasks that see this tile of this key head have added their share; 0: the call was stopped. */
-INLINE int wait_for_turn(call *c, int thread, int64_t batch, int64_t head, int64_t group, int64_t tile)
+/* Wait until all earlier tasks that see this tile of this key head have added their share.  Where gradients start at 0,
+ * the first stores its own. */
+INLINE enum turn wait_for_turn(call *c, int thread, int64_t batch, int64_t head, int64_t group, int64_t tile)
 {
     const burst_block *b = c->b;
     const int64_t share = b->heads / b->kv_heads;
     int before = 0, all = 0;
     for (int64_t g = 0; g < c->groups; g++) {
-        const int sees_it = group_sees(c, g, tile);
+        const int sees_it = sees_tile(c, c->groups_see[g], tile);
         all += sees_it;
         before += sees_it & (g > group); /* late groups come first */
     }
     atomic_int *turn = &c->turn[(batch * b->kv_heads + head / share) * c->tiles + tile];
     const int mine = (int)(head % share) * all + before;
     while (atomic_load_explicit(turn, memory_order_acquire) != mine) {
-        if (!carry_on(c, thread)) return 0;
+        if (!carry_on(c, thread)) return STOPPED;
         sched_yield();
     }
-    return 1;
+    return mine == 0 && b->fresh_kv ? FIRST : LATER;
 }
 
 INLINE void pass_turn(call *c, int64_t batch, int64_t head, int64_t tile)
@@ -97,28 +95,25 @@ INLINE void clear_row(char *row, int64_t step, int64_t n)
         for (int64_t i = 0; i < n; i++) *(REAL *)(row + i * step) = 0;
 }
 
-/* Before the tasks start: what each group sees, and gradients that start at 0. */
+/* Before the tasks start: what each group sees, and gradients that nobody will touch. */
 static void prepare_backward(call *c)
 {
     const burst_block *b = c->b;
-    for (int64_t g = 0; g < c->groups; g++) {
-        const int64_t from = g * c->group_panels * NR, to = MIN(from + c->group_panels * NR, b->rows_q);
-        int32_t low = INT32_MAX, high = INT32_MIN;
-        for (int64_t i = from; i < to; i++) low = MIN(low, b->lo[i]), high = MAX(high, b->hi[i]);
-        c->group_lo[g] = low;
-        c->group_hi[g] = high;
-    }
+    for (int64_t g = 0; g < c->groups; g++)
+        c->groups_see[g] = extent_of(b, g * c->group_panels * NR, (g + 1) * c->group_panels * NR);
     for (int64_t i = 0; i < b->batch * b->kv_heads * c->tiles; i++) atomic_init(&c->turn[i], 0);
     if (!b->fresh_kv) return;
-#ifdef _OPENMP
-#pragma omp parallel for collapse(2) num_threads((int)MAX(1, b->threads))
-#endif
-    for (int64_t batch = 0; batch < b->batch; batch++)
-        for (int64_t row = 0; row < b->rows_k; row++)
-            for (int64_t head = 0; head < b->kv_heads; head++) {
-                clear_row(row_at(&b->dk, batch, row, head), b->dk.step[3], b->d);
-                clear_row(row_at(&b->dv, batch, row, head), b->dv.step[3], b->dim_v);
-            }
+    for (int64_t tile = 0; tile < c->tiles; tile++) { /* what somebody sees is stored by the first who does */
+        int seen = 0;
+        for (int64_t g = 0; g < c->groups && !seen; g++) seen = sees_tile(c, c->groups_see[g], tile);
+        if (seen) continue;
+        for (int64_t batch = 0; batch < b->batch; batch++)
+            for (int64_t row = tile * c->tile_keys; row < MIN((tile + 1) * c->tile_keys, b->rows_k); row++)
+                for (int64_t head = 0; head < b->kv_heads; head++) {
+                    clear_row(row_at(&b->dk, batch, row, head), b->dk.step[3], b->d);
+                    clear_row(row_at(&b->dv, batch, row, head), b->dv.step[3], b->dim_v);
+                }
+    }
 }
 
 #endif

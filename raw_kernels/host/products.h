@@ -17,16 +17,16 @@
 
 INLINE void score_block(const REAL *k,     /* [KR, d], row stride ld */
                         int64_t ld,
-                        const REAL *panel, /* [d, NR] */
-                        int64_t d, vec acc[KR][VR])
+                        const REAL *panel, /* [d, NR], of which NV vectors count */
+                        int64_t d, vec acc[KR][VR], const int NV)
 {
-    UNROLL for (int i = 0; i < KR; i++) UNROLL for (int j = 0; j < VR; j++) acc[i][j] = (vec){0};
+    UNROLL for (int i = 0; i < KR; i++) UNROLL for (int j = 0; j < NV; j++) acc[i][j] = (vec){0};
     for (int64_t c = 0; c < d; c++) {
         vec b[VR];
-        UNROLL for (int j = 0; j < VR; j++) b[j] = load(panel + c * NR + j * LANES);
+        UNROLL for (int j = 0; j < NV; j++) b[j] = load(panel + c * NR + j * LANES);
         UNROLL for (int i = 0; i < KR; i++) {
             const vec x = splat(k[i * ld + c]);
-            UNROLL for (int j = 0; j < VR; j++) acc[i][j] += x * b[j];
+            UNROLL for (int j = 0; j < NV; j++) acc[i][j] += x * b[j];
         }
     }
 }
@@ -34,30 +34,92 @@ INLINE void score_block(const REAL *k,     /* [KR, d], row stride ld */
 /* Columns of V or K in chunks of KR: chunk[key][KR], so that one key's broadcasts share a cache line. */
 #define CHUNK_STRIDE(keys) ((int64_t)(keys)*KR + 64 / (int)sizeof(REAL)) /* padded: powers of two would alias in L1 */
 
-INLINE void add_chunk(const REAL *chunk, /* [keys, KR] */
-                      const REAL *p,     /* [keys, NR] */
-                      int64_t keys,
-                      REAL *o)           /* [KR, NR] */
+/* acc += chunk' p over keys, for the vectors [FIRST, LAST) of a panel */
+INLINE void add_keys(const REAL *chunk, /* [keys, KR] */
+                     const REAL *p,     /* [keys, NR] */
+                     int64_t keys, vec acc[KR][VR], const int FIRST, const int LAST,
+                     const REAL *soon, const REAL *later) /* a line of each is asked for with every key, or NULL */
 {
-    vec acc[KR][VR];
-    UNROLL for (int i = 0; i < KR; i++) UNROLL for (int j = 0; j < VR; j++) acc[i][j] = (vec){0};
     for (int64_t key = 0; key < keys; key++) {
         vec b[VR];
-        UNROLL for (int j = 0; j < VR; j++) b[j] = load(p + key * NR + j * LANES);
+        if (soon) __builtin_prefetch(soon + key * LANES, 0, 3);
+        if (later) __builtin_prefetch(later + key * KR, 0, 3);
+        UNROLL for (int j = FIRST; j < LAST; j++) b[j] = load(p + key * NR + j * LANES);
         UNROLL for (int i = 0; i < KR; i++) {
             const vec x = splat(chunk[key * KR + i]);
-            UNROLL for (int j = 0; j < VR; j++) acc[i][j] += x * b[j];
+            UNROLL for (int j = FIRST; j < LAST; j++) acc[i][j] += x * b[j];
         }
     }
+}
+
+INLINE void clear_sums(vec acc[KR][VR])
+{
+    UNROLL for (int i = 0; i < KR; i++) UNROLL for (int j = 0; j < VR; j++) acc[i][j] = (vec){0};
+}
+INLINE void add_sums(REAL *o, vec acc[KR][VR]) /* o: [KR, NR] */
+{
     UNROLL for (int i = 0; i < KR; i++) UNROLL for (int j = 0; j < VR; j++) {
         REAL *at = o + i * NR + j * LANES;
         store(at, load(at) + acc[i][j]);
     }
 }
 
+INLINE void add_panel_any(const REAL *chunks, int64_t stride, const REAL *p, int64_t keys, REAL *o, int64_t columns, const int ahead)
+{
+    for (int64_t c = 0; c * KR < columns; c++) {
+        vec acc[KR][VR];
+        const REAL *chunk = chunks + c * stride;
+        clear_sums(acc);
+        add_keys(chunk, p, keys, acc, 0, VR, ahead ? o + c * KR * NR : NULL, ahead ? chunk + stride : NULL);
+        add_sums(o + c * KR * NR, acc);
+    }
+}
 NOINLINE void add_panel(const REAL *chunks, int64_t stride, const REAL *p, int64_t keys, REAL *o, int64_t columns)
 {
-    for (int64_t c = 0; c * KR < columns; c++) add_chunk(chunks + c * stride, p, keys, o + c * KR * NR);
+    add_panel_any(chunks, stride, p, keys, o, columns, 0);
+}
+/* O' and the next chunk are asked for: 1 to 2% of forward, where they come from L2; backward loses by it */
+NOINLINE void add_panel_ahead(const REAL *chunks, int64_t stride, const REAL *p, int64_t keys, REAL *o, int64_t columns)
+{
+    add_panel_any(chunks, stride, p, keys, o, columns, 1);
+}
+
+/* Which vectors [first, last) of a panel see something of a block of KR keys. */
+typedef struct {
+    int first, last;
+} span;
+
+/* Keys one after another of which the vectors [first, last) of a panel, and no others, see something. */
+typedef struct {
+    int64_t keys;
+    span seen;
+} run_of_keys;
+
+_Static_assert(VR == 3, "the runs below");
+
+/* The same where a panel sees the keys in part: what a whole vector does not see is not computed. */
+NOINLINE void add_panel_runs(const REAL *chunks, int64_t stride, const REAL *p, const run_of_keys *runs, int n, REAL *o, int64_t columns)
+{
+    for (int64_t c = 0; c * KR < columns; c++) {
+        vec acc[KR][VR];
+        const REAL *chunk = chunks + c * stride, *weights = p;
+        clear_sums(acc);
+        for (int i = 0; i < n; i++) {
+            const int64_t keys = runs[i].keys;
+            switch (runs[i].seen.first * 4 + runs[i].seen.last) {
+            case 1: add_keys(chunk, weights, keys, acc, 0, 1, NULL, NULL); break;
+            case 2: add_keys(chunk, weights, keys, acc, 0, 2, NULL, NULL); break;
+            case 3: add_keys(chunk, weights, keys, acc, 0, 3, NULL, NULL); break;
+            case 6: add_keys(chunk, weights, keys, acc, 1, 2, NULL, NULL); break;
+            case 7: add_keys(chunk, weights, keys, acc, 1, 3, NULL, NULL); break;
+            case 11: add_keys(chunk, weights, keys, acc, 2, 3, NULL, NULL); break;
+            default: break; /* nobody */
+            }
+            chunk += keys * KR;
+            weights += keys * NR;
+        }
+        add_sums(o + c * KR * NR, acc);
+    }
 }
 
 /* ---------------------------------------------------------------- dV and dK */
@@ -77,11 +139,12 @@ INLINE int strip_width(int64_t columns, int strip)
 INLINE void add_row_block(const REAL *a,  /* [ROWS, NR] */
                           const REAL *r,  /* [NR, NV vectors] */
                           REAL *g,        /* [ROWS, NV vectors] */
+                          int from, int to, /* of the NR rows of r: a is 0 elsewhere */
                           const int ROWS, const int NV)
 {
     vec acc[12][4];
     UNROLL for (int i = 0; i < ROWS; i++) UNROLL for (int j = 0; j < NV; j++) acc[i][j] = (vec){0};
-    for (int q = 0; q < NR; q++) {
+    for (int q = from; q < to; q++) {
         vec b[4];
         UNROLL for (int j = 0; j < NV; j++) b[j] = load(r + (q * NV + j) * LANES);
         UNROLL for (int i = 0; i < ROWS; i++) {
@@ -95,14 +158,31 @@ INLINE void add_row_block(const REAL *a,  /* [ROWS, NR] */
     }
 }
 
+/* Lanes that count for the keys [key, key + n): all where there are no spans */
+INLINE span lanes_of(const span *spans, int64_t key, int64_t n)
+{
+    if (!spans) return (span){0, NR};
+    span s = spans[key / KR];
+    for (int64_t block = key / KR + 1; block <= (key + n - 1) / KR; block++) {
+        s.first = spans[block].first < s.first ? spans[block].first : s.first;
+        s.last = spans[block].last > s.last ? spans[block].last : s.last;
+    }
+    return (span){s.first * LANES, s.last * LANES};
+}
+
 /* keys is a multiple of KR, hence even */
-#define ADD_STRIP(NV, ROWS)                                                                          \
-    NOINLINE void add_strip_##NV(const REAL *a, const REAL *r, REAL *g, int64_t keys)                \
-    {                                                                                                \
-        int64_t key = 0;                                                                             \
-        for (; key + ROWS <= keys; key += ROWS)                                                      \
-            add_row_block(a + key * NR, r, g + key * NV * LANES, ROWS, NV);                          \
-        for (; key < keys; key += 2) add_row_block(a + key * NR, r, g + key * NV * LANES, 2, NV);    \
+#define ADD_STRIP(NV, ROWS)                                                                                    \
+    NOINLINE void add_strip_##NV(const REAL *a, const REAL *r, REAL *g, int64_t keys, const span *spans)       \
+    {                                                                                                          \
+        int64_t key = 0;                                                                                       \
+        for (; key + ROWS <= keys; key += ROWS) {                                                              \
+            const span q = lanes_of(spans, key, ROWS);                                                         \
+            add_row_block(a + key * NR, r, g + key * NV * LANES, q.first, q.last, ROWS, NV);                   \
+        }                                                                                                      \
+        for (; key < keys; key += 2) {                                                                         \
+            const span q = lanes_of(spans, key, 2);                                                            \
+            add_row_block(a + key * NR, r, g + key * NV * LANES, q.first, q.last, 2, NV);                      \
+        }                                                                                                      \
     }
 #if WIDE == 4
 ADD_STRIP(1, 12)
@@ -115,19 +195,21 @@ ADD_STRIP(2, 6)
 ADD_STRIP(3, 4)
 #endif
 
-/* g[strip][first + key][...] += a[key][q] r[strip][q][...], over all strips of a row; a strip of g has g_keys rows */
-INLINE void add_rows(const REAL *a, const REAL *r, REAL *g, int64_t first, int64_t keys, int64_t g_keys, int64_t columns)
+/* g[strip][first + key][...] += a[key][q] r[strip][q][...], over all strips of a row; a strip of g has g_keys rows.  spans,
+ * [keys / KR], may be NULL. */
+INLINE void add_rows(const REAL *a, const REAL *r, REAL *g, int64_t first, int64_t keys, int64_t g_keys, int64_t columns,
+                     const span *spans)
 {
     for (int s = 0; s < strips_of(columns); s++) {
         const int nv = strip_width(columns, s);
         REAL *to = g + first * nv * LANES;
         switch (nv) {
-        case 1: add_strip_1(a, r, to, keys); break;
-        case 2: add_strip_2(a, r, to, keys); break;
+        case 1: add_strip_1(a, r, to, keys, spans); break;
+        case 2: add_strip_2(a, r, to, keys, spans); break;
 #if WIDE == 4
-        case 4: add_strip_4(a, r, to, keys); break;
+        case 4: add_strip_4(a, r, to, keys, spans); break;
 #endif
-        default: add_strip_3(a, r, to, keys);
+        default: add_strip_3(a, r, to, keys, spans);
         }
         r += (int64_t)NR * nv * LANES;
         g += g_keys * nv * LANES;

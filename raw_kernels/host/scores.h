@@ -13,6 +13,7 @@
 typedef struct {
     INT *lo, *hi, *at;                       /* [NR] */
     INT lo_min, lo_max, hi_min, hi_max;      /* over the rows */
+    INT vector_lo[VR], vector_hi[VR];        /* least lo, largest hi of each vector's rows */
     REAL slope;                              /* ALiBi */
     int idle;                                /* some lanes are */
 } lanes;

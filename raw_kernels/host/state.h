@@ -5,14 +5,6 @@
 #include "convert.h"
 #include "tile.h"
 
-#ifndef BURST_KEYS_FORWARD
-#define BURST_KEYS_FORWARD 96
-#endif
-#ifndef BURST_KEYS_BACKWARD
-#define BURST_KEYS_BACKWARD 96 /* the unit in which tiles are counted */
-#endif
-_Static_assert(BURST_KEYS_FORWARD % BURST_KEYS_BACKWARD == 0, "a forward tile is whole backward tiles");
-
 /* A lane whose sum over a tile reaches this has the tile done again with a new m. */
 #define LIMIT ((REAL)0x1p40)
 
@@ -55,8 +47,17 @@ NOINLINE void open_state(panel *p, const call *c, int64_t batch, int64_t head, i
     set_lanes(&p->q, b, head, p->row, p->count);
     memset(p->out, 0, OUT_ROWS(b->dim_v) * NR * sizeof(REAL));
     p->unset = p->wide = 0;
+    if (b->first) { /* nothing yet; lanes without a row have m = 0, l = 1 */
+        for (int i = 0; i < NR; i++) {
+            p->top[i] = i < p->count ? (REAL)-INFINITY : 0;
+            p->l[i] = i < p->count ? 0 : 1;
+            p->ref[i] = p->low[i] = 0;
+        }
+        p->unset = 1;
+        return;
+    }
     for (int i = 0; i < NR; i++) {
-        const REAL lse = i >= p->count ? 0 : b->first ? (REAL)-INFINITY : *entry_at(&b->lse, batch, head, p->row + i);
+        const REAL lse = i >= p->count ? 0 : *entry_at(&b->lse, batch, head, p->row + i);
         const int none = lse == (REAL)-INFINITY;
         const double exact = (double)lse * LOG2E;
         p->top[i] = lse;
@@ -69,7 +70,6 @@ NOINLINE void open_state(panel *p, const call *c, int64_t batch, int64_t head, i
         p->unset |= none;
         p->wide |= p->low[i] != 0;
     }
-    if (b->first) return;
     for (int i = 0; i < p->count; i++) {
         REAL *row = rows + i * ld;
         load_row(row_at(&b->out, batch, p->row + i, head), b->out.step[3], b->dim_v, row, TYPE_OF_REAL);
@@ -86,9 +86,12 @@ NOINLINE void close_panel(panel *p, const call *c, int64_t batch, int64_t head, 
     panel_to_rows(p->out, inverse, b->dim_v, rows, ld);
     const burst_array *to = b->final.data ? &b->final : &b->out;
     const int type = b->final.data ? (int)b->type : TYPE_OF_REAL;
+    REAL lse[NR];
+    for (int i = 0; i < NR; i++)
+        lse[i] = (REAL)(((double)p->ref[i] + ((double)p->low[i] + log2_of((double)p->l[i]))) / LOG2E);
     for (int i = 0; i < p->count; i++) {
         store_row(row_at(to, batch, p->row + i, head), to->step[3], b->dim_v, rows + i * ld, 1, type);
-        *entry_at(&b->lse, batch, head, p->row + i) = (REAL)(((double)p->ref[i] + ((double)p->low[i] + log2((double)p->l[i]))) / LOG2E);
+        *entry_at(&b->lse, batch, head, p->row + i) = lse[i];
     }
 }
 

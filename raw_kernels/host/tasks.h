@@ -53,9 +53,14 @@ INLINE void *take(arena *a, int64_t bytes)
 #ifdef BURST_AMX
 #define BURST_PANELS 16
 #else
-#define BURST_PANELS 32
+#define BURST_PANELS 24
 #endif
 #endif
+
+/* What rows [from, to) see, all together. */
+typedef struct {
+    int32_t lo, hi;
+} extent;
 
 typedef struct {
     burst_block *b;
@@ -63,7 +68,7 @@ typedef struct {
     int64_t panels, group_panels, groups, tiles, tasks;
     int32_t *tile_min, *tile_max; /* [tiles] extremes of the keys' positions */
     atomic_int *turn;             /* [batch * kv_heads * tiles] backward: how many groups have added to dK, dV */
-    int32_t *group_lo, *group_hi; /* [groups] least lo, largest hi: backward */
+    extent *groups_see;           /* [groups] backward */
     atomic_long next;             /* task */
     atomic_int stop, working;
     atomic_long computed;
@@ -96,12 +101,12 @@ INLINE void plan_call(call *c, burst_block *b, int64_t tile_keys, int backward, 
     c->tile_max = TAKE(a, int32_t, c->tiles);
     if (backward) {
         c->turn = TAKE(a, atomic_int, b->batch * b->kv_heads * c->tiles);
-        c->group_lo = TAKE(a, int32_t, c->groups);
-        c->group_hi = TAKE(a, int32_t, c->groups);
+        c->groups_see = TAKE(a, extent, c->groups);
     }
 }
 
-INLINE void start_call(call *c, int threads)
+/* Extremes of the keys' positions */
+NOINLINE void survey_tiles(call *c)
 {
     for (int64_t t = 0; t < c->tiles; t++) {
         const int64_t end = MIN((t + 1) * c->tile_keys, c->b->rows_k);
@@ -113,6 +118,10 @@ INLINE void start_call(call *c, int threads)
         c->tile_min[t] = low;
         c->tile_max[t] = high;
     }
+}
+
+INLINE void start_call(call *c, int threads)
+{
     atomic_init(&c->next, 0);
     atomic_init(&c->stop, 0);
     atomic_init(&c->working, threads);
@@ -120,12 +129,62 @@ INLINE void start_call(call *c, int threads)
     c->heard = 0;
 }
 
-/* Task t: heads outermost, so that a head's keys stay in cache; late queries first, as causal rows are longest there. */
-INLINE void task_of(const call *c, int64_t t, int64_t *batch, int64_t *head, int64_t *group)
+INLINE extent extent_of(const burst_block *b, int64_t from, int64_t to)
 {
-    *group = c->groups - 1 - t % c->groups;
-    *head = t / c->groups % c->b->heads;
-    *batch = t / c->groups / c->b->heads;
+    extent seen = {INT32_MAX, INT32_MIN};
+    for (int64_t i = from; i < MIN(to, b->rows_q); i++) {
+        seen.lo = MIN(seen.lo, b->lo[i]);
+        seen.hi = MAX(seen.hi, b->hi[i]);
+    }
+    return seen;
+}
+INLINE int sees_tile(const call *c, extent seen, int64_t tile)
+{
+    return c->tile_max[tile] >= seen.lo && c->tile_min[tile] < seen.hi;
+}
+/* The first tile of [tile, end) that is seen, or end */
+INLINE int64_t next_tile(const call *c, extent seen, int64_t tile, int64_t end)
+{
+    while (tile < end && !sees_tile(c, seen, tile)) tile++;
+    return tile;
+}
+
+/* A group of panels and what each sees.  Tiles that the group sees are [start, end), perhaps with gaps. */
+typedef struct {
+    int64_t batch, head, kv_head, first, n; /* panels first .. first + n of the block */
+    int64_t start, end;
+    extent all, sees[BURST_PANELS];
+    char opened[BURST_PANELS];
+} task;
+
+/* Task t: heads outermost, so that a head's keys stay in cache; late queries first, as causal rows are longest there. */
+INLINE int64_t group_of(const call *c, int64_t t) { return c->groups - 1 - t % c->groups; }
+
+NOINLINE task task_of(const call *c, int64_t t)
+{
+    const burst_block *b = c->b;
+    task k = {.head = t / c->groups % b->heads, .batch = t / c->groups / b->heads};
+    k.kv_head = k.head / (b->heads / b->kv_heads);
+    k.first = group_of(c, t) * c->group_panels;
+    k.n = MIN(c->group_panels, c->panels - k.first);
+    k.all = (extent){INT32_MAX, INT32_MIN};
+    for (int64_t i = 0; i < k.n; i++) {
+        k.sees[i] = extent_of(b, (k.first + i) * NR, (k.first + i + 1) * NR);
+        k.all.lo = MIN(k.all.lo, k.sees[i].lo);
+        k.all.hi = MAX(k.all.hi, k.sees[i].hi);
+    }
+    k.end = c->tiles;
+    k.start = next_tile(c, k.all, 0, k.end);
+    while (k.end > k.start && !sees_tile(c, k.all, k.end - 1)) k.end--;
+    return k;
+}
+
+/* Panels that see a tile */
+INLINE int64_t panels_at(const call *c, const task *k, int64_t tile)
+{
+    int64_t n = 0;
+    for (int64_t i = 0; i < k->n; i++) n += sees_tile(c, k->sees[i], tile);
+    return n;
 }
 
 INLINE int64_t now_ns(void)
@@ -260,6 +319,14 @@ INLINE void set_lanes(lanes *q, const burst_block *b, int64_t head, int64_t row,
         q->lo_max = MAX(q->lo_max, q->lo[i]);
         q->hi_min = MIN(q->hi_min, q->hi[i]);
         q->hi_max = MAX(q->hi_max, q->hi[i]);
+    }
+    for (int j = 0; j < VR; j++) {
+        q->vector_lo[j] = INT32_MAX;
+        q->vector_hi[j] = INT32_MIN;
+        for (int i = j * LANES; i < (j + 1) * LANES; i++) {
+            q->vector_lo[j] = MIN(q->vector_lo[j], q->lo[i]);
+            q->vector_hi[j] = MAX(q->vector_hi[j], q->hi[i]);
+        }
     }
     q->idle = count < NR;
     q->slope = b->slopes ? (REAL)b->slopes[head] : 0;

@@ -5,6 +5,14 @@
 #include "convert.h"
 #include "tasks.h"
 
+#ifndef BURST_KEYS_FORWARD
+#define BURST_KEYS_FORWARD 96
+#endif
+#ifndef BURST_KEYS_BACKWARD
+#define BURST_KEYS_BACKWARD 96 /* the unit in which tiles are counted */
+#endif
+_Static_assert(BURST_KEYS_FORWARD % BURST_KEYS_BACKWARD == 0, "a forward tile is whole backward tiles");
+
 typedef struct {
     REAL *k;              /* [keys, ld_k] rows */
     REAL *v;              /* [keys, ld_v] rows: backward */
@@ -98,15 +106,13 @@ INLINE ivec load_even(const key_tile *t, const REAL *src, int64_t n, int64_t key
     return wild;
 }
 
-/* Bring keys and values of tile `index` into scratch as REAL. */
-INLINE void load_tile(key_tile *t, const call *c, int64_t batch, int64_t head, int64_t index, const int backward)
+/* Bring keys [from, to) of a tile, and their values, into scratch as REAL. */
+INLINE void pack_keys(key_tile *t, const call *c, int64_t batch, int64_t head, int64_t from, int64_t to, const int backward)
 {
     const burst_block *b = c->b;
     const int type = (int)b->type, even_k = is_even(&b->k, b->d, type), even_v = is_even(&b->v, b->dim_v, type);
-    const int64_t columns = ROUND_UP(backward ? b->d : b->dim_v, KR);
     ivec wild_k = (ivec){0}, wild_v = (ivec){0};
-    load_positions(t, c, index);
-    for (int64_t i = 0; i < t->live; i++) {
+    for (int64_t i = from; i < to; i++) {
         const char *k = row_at(&b->k, batch, t->first + i, head), *v = row_at(&b->v, batch, t->first + i, head);
         REAL *k_row = t->k + i * t->ld_k, *v_row = backward ? t->v + i * t->ld_v : NULL;
         if (even_k)
@@ -120,41 +126,70 @@ INLINE void load_tile(key_tile *t, const call *c, int64_t batch, int64_t head, i
     }
     t->wild_k |= any(wild_k);
     t->wild_v |= any(wild_v);
+    if (to < t->live) return;
+    const int64_t columns = ROUND_UP(backward ? b->d : b->dim_v, KR);
     for (int64_t i = t->live; i < t->blocks * KR; i++) { /* P is 0 there, and 0 times what was left there must be 0 */
         memset(t->row, 0, columns * sizeof(REAL));
         chunk_row(t, i, t->row, columns);
     }
 }
-NOINLINE void load_tile_forward(key_tile *t, const call *c, int64_t batch, int64_t head, int64_t index)
-{
-    load_tile(t, c, batch, head, index, 0);
-}
-NOINLINE void load_tile_backward(key_tile *t, const call *c, int64_t batch, int64_t head, int64_t index)
-{
-    load_tile(t, c, batch, head, index, 1);
-}
 #endif
 
-/* Ask for part `part` of `parts` of a tile's rows to come into L2: spread over the panels, so that the next tile is
- * there when it is packed.  Rows of one head lie far apart, and the hardware does not guess them. */
-INLINE void prefetch_rows(const burst_array *x, const call *c, int64_t batch, int64_t head, int64_t index, int64_t bytes,
-                          int64_t part, int64_t parts)
+/* ---------------------------------------------------------------- rows that are wanted soon
+ *
+ * Rows of one head lie far apart, and the hardware does not guess them.  Their lines are asked for a few at a time,
+ * between blocks: Zen 4 drops most of a burst of prefetches, and all that are for L2 alone.
+ */
+typedef struct {
+    const char *at;                  /* row that is asked for now */
+    int64_t step, line, lines, left; /* bytes to the next row; line of this row; lines of a row; lines that are left */
+} stream;
+
+INLINE stream stream_of(const burst_array *x, int64_t batch, int64_t head, int64_t from, int64_t to, int64_t n, int type)
 {
-    const int64_t first = index * c->tile_keys, live = MIN(c->tile_keys, c->b->rows_k - first);
-    for (int64_t i = live * part / parts; i < live * (part + 1) / parts; i++) {
-        const char *row = row_at(x, batch, first + i, head);
-        for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(row + at, 0, 2);
+    const int64_t size = SIZE_OF_TYPE[type], lines = x->step[3] == size ? (n * size + 63) / 64 : 0;
+    return (stream){row_at(x, batch, from, head), x->step[1], 0, lines, MAX(0, to - from) * lines};
+}
+
+INLINE void ask(stream *s, int64_t count)
+{
+    for (; count > 0 && s->left > 0; count--, s->left--) {
+        __builtin_prefetch(s->at + 64 * s->line, 0, 3);
+        if (++s->line == s->lines) {
+            s->line = 0;
+            s->at += s->step;
+        }
     }
 }
 
-INLINE void prefetch_tile(const call *c, int64_t batch, int64_t head, int64_t index, int64_t part, int64_t parts)
+/* An even share of what is left, with `turns` turns to go. */
+NOINLINE void ask_all(stream *s, int n, int64_t turns)
+{
+    for (int i = 0; i < n; i++)
+        if (s[i].left) ask(&s[i], (s[i].left + turns - 1) / turns);
+}
+
+/* A group packs its next tile of keys piece by piece between its panels: `part` of `parts`. */
+INLINE int64_t part_start(const key_tile *t, int64_t part, int64_t parts) { return t->live * part / parts; }
+
+INLINE void stream_keys(stream s[2], const key_tile *t, const call *c, int64_t batch, int64_t head, int64_t part, int64_t parts)
 {
     const burst_block *b = c->b;
-    const int64_t size = SIZE_OF_TYPE[b->type];
-    if (index >= c->tiles) return;
-    if (b->k.step[3] == size) prefetch_rows(&b->k, c, batch, head, index, b->d * size, part, parts);
-    if (b->v.step[3] == size) prefetch_rows(&b->v, c, batch, head, index, b->dim_v * size, part, parts);
+    const int64_t from = t->first + part_start(t, part, parts), to = t->first + part_start(t, part + 1, parts);
+    s[0] = stream_of(&b->k, batch, head, from, to, b->d, (int)b->type);
+    s[1] = stream_of(&b->v, batch, head, from, to, b->dim_v, (int)b->type);
 }
+
+#ifndef BURST_AMX
+NOINLINE void pack_forward(key_tile *t, const call *c, int64_t batch, int64_t head, int64_t part, int64_t parts)
+{
+    pack_keys(t, c, batch, head, part_start(t, part, parts), part_start(t, part + 1, parts), 0);
+}
+NOINLINE void pack_backward(key_tile *t, const call *c, int64_t batch, int64_t head, int64_t part, int64_t parts)
+{
+    pack_keys(t, c, batch, head, part_start(t, part, parts), part_start(t, part + 1, parts), 1);
+}
+#endif
 
 INLINE enum sight block_sight(const key_tile *t, const lanes *q, int64_t block)
 {
@@ -180,5 +215,34 @@ INLINE void seen_blocks(const key_tile *t, const lanes *q, int64_t *from, int64_
     *from = a;
     *to = z;
 }
+
+#ifndef BURST_AMX
+/* What a panel sees of the blocks [from, to) of a tile: of each one, and in runs of blocks that are alike. */
+typedef struct {
+    span spans[(BURST_KEYS_FORWARD + KR - 1) / KR];
+    run_of_keys runs[(BURST_KEYS_FORWARD + KR - 1) / KR];
+    int n;
+} edges;
+
+NOINLINE void find_edges(edges *e, const key_tile *t, const lanes *q, int64_t from, int64_t to)
+{
+    e->n = 0;
+    for (int64_t block = from; block < to; block++) {
+        span s = {VR, 0};
+        for (int j = 0; j < VR; j++)
+            if (t->block_max[block] >= q->vector_lo[j] && t->block_min[block] < q->vector_hi[j]) {
+                s.first = MIN(s.first, j);
+                s.last = j + 1;
+            }
+        if (block_sight(t, q, block) == FULL) s = (span){0, VR};
+        e->spans[block - from] = s;
+        run_of_keys *last = &e->runs[e->n - 1];
+        if (e->n && last->seen.first == s.first && last->seen.last == s.last)
+            last->keys += KR;
+        else
+            e->runs[e->n++] = (run_of_keys){KR, s};
+    }
+}
+#endif
 
 #endif

@@ -197,6 +197,29 @@ INLINE vec exp2_vec(vec t)
 #endif
 }
 
+/* ---------------------------------------------------------------- log2 x */
+
+/* For x >= 0; 0 gives -inf, infinities and NaN stay what they are.  Where REAL is float it is right to 1e-11, which is
+ * far below one rounding of lse, and loops over it are vectors. */
+INLINE double log2_of(double x)
+{
+#ifdef BURST_DOUBLE
+    return log2(x);
+#else
+    uint64_t bits;
+    memcpy(&bits, &x, 8);
+    const uint64_t above = bits - 0x3fe6a09e667f3bcd; /* sqrt(1/2): x = 2^e f, f in [sqrt(1/2), sqrt(2)) */
+    const int64_t e = (int64_t)above >> 52;
+    bits -= (uint64_t)e << 52;
+    double f;
+    memcpy(&f, &bits, 8);
+    const double r = (f - 1) / (f + 1), z = r * r; /* ln f = 2 atanh r, |r| < 0.172 */
+    const double p = ((((z / 11 + 1.0 / 9) * z + 1.0 / 7) * z + 1.0 / 5) * z + 1.0 / 3) * z + 1;
+    const double value = (double)e + r * p * (2 * 1.44269504088896340736);
+    return x == 0 ? -INFINITY : x - x == 0 ? value : x;
+#endif
+}
+
 /* ---------------------------------------------------------------- tanh */
 
 /* Rounded to REAL once and for all: what forward multiplies by, lse divides by and backward multiplies by again. */

@@ -23,9 +23,10 @@ from .binding import BUILDERS, Binder
 from .counters import Counters
 from .faults import Fault, LaunchError
 from .memory import GLOBAL_BASE, LOCAL_WINDOW, SHARED_WINDOW, BlockMemory, GlobalMemory
-from .parser import PtxError, parse
-from .program import Program, allocate_registers, is_terminator
+from .parser import PtxError
+from .program import allocate_registers, is_terminator
 from .sanitizer import GlobalOwners, SharedShadow
+from .stored import parsed
 
 PATIENCE = 4096  # stretches of code after which a group that is ready gets its turn
 
@@ -71,9 +72,9 @@ class Module:
     """PTX loaded into a machine's memory."""
 
     def __init__(self, machine, text):
-        self.parsed = parse(text)
+        self.parsed = parsed(text)
         self.target = self.parsed.target
-        self.programs, self.addresses = {}, {}
+        self.addresses = {}
         for v in self.parsed.variables.values():
             if v.space in ("global", "const"):
                 address = machine.memory.alloc(v.size)
@@ -88,12 +89,10 @@ class Module:
                 state[:] = 3
 
     def program(self, name):
-        if name not in self.programs:
-            functions = self.parsed.kernels
-            if name not in functions:
-                raise KeyError("no kernel %r in the module; it has %s" % (name, sorted(functions)))
-            self.programs[name] = Program(self.parsed, functions[name])
-        return self.programs[name]
+        programs = self.parsed.programs
+        if name not in programs:
+            raise KeyError("no kernel %r in the module; it has %s" % (name, sorted(programs)))
+        return programs[name]
 
 
 class Machine:

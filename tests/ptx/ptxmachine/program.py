@@ -229,12 +229,13 @@ class Program:
         ]
 
 
-def allocate_registers(program, lanes):
-    """Return {register name: array over `lanes`}, block-local registers sharing arrays."""
+def plan_registers(program):
+    """Return {register name: number of its array} and the types of the arrays, block-local registers sharing arrays."""
     code, kinds = program.code, program.function.registers
+    named = [definitions(ins) for ins in code]
     homes, first_is_write, seen = {}, {}, {}
     for pc, ins in enumerate(code):
-        written, read = definitions(ins)
+        written, read = named[pc]
         block = int(program.block_of[pc])
         for name in read:
             homes.setdefault(name, set()).add(block)
@@ -251,16 +252,28 @@ def allocate_registers(program, lanes):
             raise PtxError("kernel %s: register %s of type .%s is not supported" % (program.name, name, kind))
         return np.bool_ if kind == "pred" else STORAGE[SIZES[kind]]
 
-    arrays, free = {}, {}
-    for pc, ins in enumerate(code):
-        written, read = definitions(ins)
+    numbers, types, free = {}, [], {}
+    for pc, (written, read) in enumerate(named):
         for name in written + read:
-            if name not in arrays:
+            if name not in numbers:
                 dtype = storage(name)
                 local = len(homes[name]) == 1 and first_is_write[name]
                 pool = free.setdefault(dtype, [])
-                arrays[name] = pool.pop() if local and pool else np.zeros(lanes, dtype)
+                if local and pool:
+                    numbers[name] = pool.pop()
+                else:
+                    numbers[name] = len(types)
+                    types.append(dtype)
         for name in set(written + read):
             if seen[name] == pc and len(homes[name]) == 1 and first_is_write[name]:
-                free[storage(name)].append(arrays[name])
-    return arrays
+                free[storage(name)].append(numbers[name])
+    return numbers, types
+
+
+def allocate_registers(program, lanes):
+    """Return {register name: array over `lanes`}."""
+    if not hasattr(program, "register_plan"):
+        program.register_plan = plan_registers(program)
+    numbers, types = program.register_plan
+    arrays = [np.zeros(lanes, dtype) for dtype in types]
+    return {name: arrays[number] for name, number in numbers.items()}

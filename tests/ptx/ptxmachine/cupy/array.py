@@ -403,7 +403,13 @@ def ascontiguousarray(a, dtype=None):
 
 def _wrap(obj):
     """Take an array by its __cuda_array_interface__ with no copy."""
+    from .streams import stream_of
+
     facts = obj.__cuda_array_interface__
+    if facts.get("stream") is not None:  # the producer's work there comes first; CuPy waits on the host
+        if facts["stream"] == 0:
+            raise ValueError("__cuda_array_interface__: stream 0 is ambiguous and disallowed")
+        stream_of(facts["stream"]).synchronize()
     shape, dtype = tuple(facts["shape"]), np.dtype(facts["typestr"])
     if hasattr(obj, "dtype") and np.dtype(obj.dtype).itemsize == dtype.itemsize and dtype.kind == "V":
         dtype = np.dtype(obj.dtype)

@@ -1,0 +1,130 @@
+/* forward.cu: which scores of a cut tile are hidden, as bits in registers, one for each score of the thread.
+ *
+ *   a lane         one row of its warp: which of the tile's keys it does not see       64 bits, in the order of keys
+ *   a quad         the four lanes of a fragment's rows swap them                       shuffles
+ *   a thread       the bits of its own scores: a byte for each n8 tile of S            R2P makes 7 predicates of a byte
+ *
+ * Where the positions of a tile are consecutive (causal, windows, documents, in contiguous and zigzag layouts), the keys
+ * that a row sees are a run of columns: two shifts.  Even steps (striped layouts) need a division before, and any other
+ * positions a comparison for each pair; both are told by the extent of the tile (sight.cuh).
+ */
+#ifndef BURST_FORWARD_MASK_CUH
+#define BURST_FORWARD_MASK_CUH
+
+#include "forward_shape.cuh"
+
+constexpr int WORDS = (TILE_K + 31) / 32;
+constexpr int ROWS = 2 * SLABS; /* of a thread */
+static_assert(TILE_K <= 64 && TILE_K % 16 == 0, "a row's keys are at most two words");
+
+/* Bit 8 (n % 4) + 4 slab + 2 h + e of word n / 4: key 8 n + 2 (lane % 4) + e is hidden from row 16 slab + 8 h + lane / 4. */
+struct Hidden {
+    u32 word[WORDS];
+
+    DEVICE_MEMBER bool at(int slab, int n, int i) const { return word[n / 4] >> (8 * (n % 4) + 4 * slab + i) & 1; }
+};
+
+/* Of one row: bit i of word w is key 32 w + i. */
+struct Columns {
+    u32 word[WORDS];
+};
+
+/* The interval of the row that this lane looks after: lane / 4 + 8 (lane % 4) of its warp's.  One that is not there has
+ * its neighbour's: nobody reads what becomes of it. */
+DEVICE int2 lane_interval(const Block &block, int tile)
+{
+    const u32 thread = thread_index(), lane = thread % 32;
+    const int row = tile * TILE_Q + (int)(thread / 32 * WARP_ROWS + lane / 4 + lane % ROWS * 8);
+    const int there = min(row, block.rows_q - 1);
+    return {block.lo[there], block.hi[there]};
+}
+
+/* Keys below a, and from b on. */
+DEVICE Columns outside(u32 a, u32 b)
+{
+    Columns columns;
+    if (WORDS == 2) {
+        u64 from_a, from_b; /* a shift by 64 or more leaves nothing */
+        asm("shl.b64 %0, %1, %2;" : "=l"(from_a) : "l"(~0ull), "r"(a));
+        asm("shl.b64 %0, %1, %2;" : "=l"(from_b) : "l"(~0ull), "r"(b));
+        const u64 both = ~from_a | from_b;
+        columns.word[0] = (u32)both, columns.word[WORDS - 1] = (u32)(both >> 32);
+    } else {
+        u32 from_a, from_b;
+        asm("shl.b32 %0, %1, %2;" : "=r"(from_a) : "r"(~0u), "r"(a));
+        asm("shl.b32 %0, %1, %2;" : "=r"(from_b) : "r"(~0u), "r"(b));
+        columns.word[0] = ~from_a | from_b;
+    }
+    return columns;
+}
+
+/* How far x lies above `first`: exact for any two numbers, as their difference is not signed. */
+DEVICE u32 above(int x, int first) { return (u32)max(x, first) - (u32)first; }
+
+/* A tile of consecutive positions. */
+DEVICE Columns columns_of_run(int2 interval, int first) { return outside(above(interval.x, first), above(interval.y, first)); }
+
+constexpr u32 MOST_STEP = 4096; /* of positions in even steps: the division below is exact up to it */
+
+/* Any tile. */
+DEVICE Columns columns_of_any(const Block &block, int2 interval, int tile)
+{
+    const int2 extent = block.extent[tile];
+    const u32 span = (u32)extent.y - (u32)extent.x, count = min(TILE_K, block.rows_k - tile * TILE_K);
+    const u32 step = count < TILE_K ? 1 : span / (TILE_K - 1);
+    if (agreed(step * (count - 1) == span && (step - 1 < MOST_STEP || count == 1))) {
+        /* keys below a bound: ceil(distance / step) = floor((distance + step - 1) inverse / 2^31), where inverse is 2^31 / step
+         * and at most 2^31 / (65 step^2) more: step <= 4096 leaves room for the rounding of the float */
+        const u32 most = count * step;
+        u32 inverse;
+        asm("{.reg .f32 x;\n"
+            "cvt.rn.f32.u32 x, %1;\n"
+            "rcp.approx.ftz.f32 x, x;\n"
+            "mul.rn.f32 x, x, 0f4F000004;\n" /* 2^31 (1 + 2^-21) */
+            "cvt.rpi.u32.f32 %0, x;}" : "=r"(inverse) : "r"(step));
+        const u32 a = min(above(interval.x, extent.x), most), b = min(above(interval.y, extent.x), most);
+        return outside(__umulhi(2 * (a + step - 1), inverse), __umulhi(2 * (b + step - 1), inverse));
+    }
+    const u32 lane = thread_index() % 32, width = (u32)max(interval.x, interval.y) - (u32)interval.x;
+    Columns columns;
+    UNROLL for (int word = 0; word < WORDS; word++) {
+        const int key = tile * TILE_K + 32 * word + lane;
+        const int pos = 32 * word + lane < count ? block.pos[key] : 0;
+        u32 seen = 0;
+        _Pragma("unroll 4") for (int i = 0; i < min(32, TILE_K); i++) {
+            const int other = __shfl_sync(~0u, pos, i);
+            if ((u32)other - (u32)interval.x < width) seen |= 1u << i; /* lo <= pos < hi */
+        }
+        const int left = max((int)count - 32 * word, 0); /* keys that are there */
+        if (left < 32) seen &= (1u << left) - 1;
+        columns.word[word] = ~seen;
+    }
+    return columns;
+}
+
+/* Bits of a where the mask has ones, else of b; told as one instruction, or the compiler takes each field by itself. */
+DEVICE u32 chosen(u32 mask, u32 a, u32 b)
+{
+    u32 x;
+    asm("lop3.b32 %0, %1, %2, %3, 0xca;" : "=r"(x) : "r"(mask), "r"(a), "r"(b));
+    return x;
+}
+
+/* From rows of lanes to scores of threads.  The whole warp calls it. */
+DEVICE Hidden gather(const Columns &columns)
+{
+    const u32 quarter = thread_index() % 4;
+    Hidden hidden;
+    UNROLL for (int word = 0; word < WORDS; word++) {
+        u32 row[4]; /* of each: columns 8 n + 2 quarter + e to bits 8 n + 2 i + e */
+        UNROLL for (int i = 0; i < 4; i++) {
+            const u32 x = i < ROWS ? __shfl_sync(~0u, columns.word[word], i, 4) : 0;
+            row[i] = __funnelshift_l(x, x, 2 * i - 2 * quarter);
+        }
+        const u32 low = chosen(0x33333333, row[0], row[1]), high = chosen(0x33333333, row[2], row[3]);
+        hidden.word[word] = chosen(0x0f0f0f0f, low, high);
+    }
+    return hidden;
+}
+
+#endif
