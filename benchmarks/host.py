@@ -46,11 +46,12 @@ def seconds(run) -> float:
 
 
 class Peak:
-    """Fused multiply-adds of one core, in GF/s."""
+    """Fused multiply-adds of one core, in GF/s; or vdpbf16ps, where ``dtype`` is bfloat16."""
 
-    def __init__(self, isa, wide):
-        flags = [*host.BASE_FLAGS, *host.FLAGS[isa, "float64" if wide else "float32"]]
-        self.run = compile.load(f"peak-{isa}-{wide}", host._sources() / "peak.c", flags).burst_fma
+    def __init__(self, isa, dtype="float32"):
+        key = (isa, dtype) if (isa, dtype) in host.FLAGS else (isa, "float32")
+        library = compile.load(f"peak-{'-'.join(key)}", host._sources() / "peak.c", [*host.BASE_FLAGS, *host.FLAGS[key]])
+        self.run = library.burst_dot if key[1] == "bfloat16" else library.burst_fma
         self.run.restype, self.run.argtypes = ctypes.c_double, [ctypes.c_int64]
 
     def __call__(self) -> float:
@@ -128,13 +129,16 @@ class Torch:
         )
 
 
+LIMITS = []  # what the instruction's own peak would be beside torch
+
+
 def measure(case, backend, rows, heads, repeats):
     """One line of the table."""
     dtype, d, rule = case.split(":")
     d, causal = int(d), rule == "causal"
     ours = Ours(backend, dtype, d, {"causal": causal}, heads, rows)
     torch = Torch(ours, causal)
-    peak = Peak("avx512" if backend.isa.startswith(("amx", "avx512")) else backend.isa, dtype == "float64")
+    peak = Peak("avx512" if backend.isa.startswith(("amx", "avx512")) else backend.isa, "float64" if dtype == "float64" else "float32")
     ratios, shares, rates = {}, {}, {}
     for way, flops in zip(("forward", "backward"), ours.flops):
         mine, theirs = getattr(ours, way), getattr(torch, way)
@@ -152,6 +156,15 @@ def measure(case, backend, rows, heads, repeats):
         f"{max(r[1] for r in rates[way]):.0f}"
     )
     print(f"| {dtype} d {d} {rule} | {cell('forward')} | {cell('backward')} |", flush=True)
+    if dtype == "bfloat16" and backend.isa == "avx512bf16":
+        dot, fma = Peak("avx512bf16", "bfloat16"), peak
+        pairs = [(fma(), dot()) for _ in range(repeats)]
+        share = statistics.median(b / a for a, b in pairs)
+        reach = {way: share * ratios[way] / statistics.median(shares[way]) for way in ratios}
+        LIMITS.append(
+            f"{case}: vdpbf16ps peak {max(b for _, b in pairs):.0f} GF/s, {share:.0%} of the FMA peak: {reach['forward']:.2f} x torch "
+            f"forward, {reach['backward']:.2f} x backward if nothing else took time"
+        )
 
 
 # Against the causal rate per visible pair, and odd head dims against the next native one.
@@ -232,6 +245,7 @@ def main():
     print("|---|---|---|---|---|---|---|---|---|")
     for case in args.case or CASES:
         measure(case, backend, args.rows, args.heads, args.repeats)
+    print(*LIMITS, sep="\n")
 
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ import host as bench
 from burstmpi.backends import host
 
 KEYS = (24, 48, 96, 144, 192, 384)
-PANELS = (2, 4, 8, 16, 32)
-DEFAULT = (96, 32)  # state.h and tasks.h
+PANELS = (2, 4, 8, 16, 24, 32)
+DEFAULT = (96, 24)  # state.h and tasks.h
 
 
 def sweep(isa, d, rows, heads, rounds):
@@ -30,7 +30,7 @@ def sweep(isa, d, rows, heads, rounds):
         for panels in PANELS:
             flags = [f"-DBURST_KEYS_FORWARD={keys}", f"-DBURST_KEYS_BACKWARD={keys}", f"-DBURST_PANELS={panels}"]
             cells[keys, panels] = bench.Ours(host.HostBackend(isa, threads=1, extra_flags=flags), "float32", d, {}, heads, rows)
-    peak = bench.Peak(isa, False)
+    peak = bench.Peak(isa)
     shares = {at: ([], []) for at in cells}
     for _ in range(rounds):
         for at, block in cells.items():

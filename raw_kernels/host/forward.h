@@ -194,14 +194,14 @@ static int64_t forward_task(forward_room *w, call *c, int thread, task *k)
             close_panel(&w->panels[i], c, k->batch, k->head, w->rows, w->ld);
             k->opened[i] = 1;
         }
-    if (k->start < k->end) {
-        load_positions(&w->tile, c, k->start);
+    const int64_t start = next_shared(c, k, k->start);
+    if (start < k->end) {
+        load_positions(&w->tile, c, start);
         pack_forward(&w->tile, c, k->batch, k->kv_head, 0, 1);
     }
-    for (int64_t index = k->start, after; index < k->end; index = after) {
+    for (int64_t index = start, after; index < k->end; index = after) {
         const int64_t turns = panels_at(c, k, index);
-        after = index + 1;
-        while (after < k->end && !panels_at(c, k, after)) after++;
+        after = next_shared(c, k, index + 1);
         if (after < k->end) load_positions(&w->next, c, after);
         for (int64_t i = 0, turn = 0; i < k->n; i++) {
             panel *p = &w->panels[i];

@@ -72,7 +72,7 @@ typedef struct {
     atomic_long next;             /* task */
     atomic_int stop, working;
     atomic_long computed;
-    int64_t heard;                /* when progress was called last, ns */
+    int64_t heard, pause;         /* when progress was called last, and how long it may wait now, ns */
 } call;
 
 /* Fewer panels a group where there would be few tasks, or where panels are large.  Forward gives the same bits with
@@ -127,6 +127,7 @@ INLINE void start_call(call *c, int threads)
     atomic_init(&c->working, threads);
     atomic_init(&c->computed, 0);
     c->heard = 0;
+    c->pause = c->b->interval_ns;
 }
 
 INLINE extent extent_of(const burst_block *b, int64_t from, int64_t to)
@@ -187,6 +188,13 @@ INLINE int64_t panels_at(const call *c, const task *k, int64_t tile)
     return n;
 }
 
+/* The first tile from `tile` on that some panel sees, or the end: a group may see tiles that none of its panels does */
+INLINE int64_t next_shared(const call *c, const task *k, int64_t tile)
+{
+    while (tile < k->end && !panels_at(c, k, tile)) tile++;
+    return tile;
+}
+
 INLINE int64_t now_ns(void)
 {
     struct timespec t;
@@ -194,14 +202,19 @@ INLINE int64_t now_ns(void)
     return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
-/* Between tiles.  Thread 0 is the thread that called: it alone gives MPI its progress. */
+/* Between tiles.  Thread 0 is the thread that called: it alone gives MPI its progress.  A call that took less than this
+ * moved no message; then the next ones come up to four times as seldom, until one does. */
+#define MOVED_NS 20000
+
 INLINE int carry_on(call *c, int thread)
 {
     if (thread == 0 && c->b->progress) {
         const int64_t now = now_ns();
-        if (now - c->heard >= c->b->interval_ns) {
+        if (now - c->heard >= c->pause) {
             if (c->b->progress()) atomic_store(&c->stop, 1);
             c->heard = now_ns();
+            const int moved = c->heard - now > MOVED_NS;
+            c->pause = moved ? c->b->interval_ns : MIN(2 * c->pause, 4 * c->b->interval_ns);
         }
     }
     return !atomic_load_explicit(&c->stop, memory_order_relaxed);
