@@ -298,6 +298,19 @@ class CudaBackend(GpuMemory, PlainVerbs):
         return Enqueued(self.gpu)
 
 
+def _extents(pos, starts):
+    """Least and greatest position of each tile of keys, as survey_keys of raw_kernels/survey.cu tells them: a tile whose
+    positions are not evenly spaced, but whose span would promise that they are, gets a span that does not."""
+    first, last = (reduce.reduceat(pos, starts).astype(np.int64) for reduce in (np.minimum, np.maximum))
+    count = np.diff(starts, append=len(pos))
+    span, steps = last - first, np.maximum(count - 1, 1)
+    step = span // steps
+    tile = np.repeat(np.arange(len(starts)), count)
+    even = np.logical_and.reduceat(pos == first[tile] + (np.arange(len(pos)) - starts[tile]) * step[tile], starts)
+    promises = ~(even & ((step > 0) | (count == 1))) & (step * steps == span)
+    return first, last + np.where(promises, np.where((span + 1) % steps, 1, 2), 0)
+
+
 def _visible_pairs(lo, hi, pos, tile_q: int, tile_k: int) -> int:
     """Pairs of tiles that are not empty: lo, hi [rows_q], pos [rows_k], int32."""
     starts_q, starts_k = (np.arange(0, len(x), tile) for x, tile in ((lo, tile_q), (pos, tile_k)))
@@ -305,7 +318,7 @@ def _visible_pairs(lo, hi, pos, tile_q: int, tile_k: int) -> int:
     least = np.minimum.reduceat(np.where(sees, lo, np.iinfo(np.int32).max), starts_q)
     most = np.maximum.reduceat(np.where(sees, hi, np.iinfo(np.int32).min), starts_q)
     some = least < most  # tiles with a row that sees anything
-    first, last = np.minimum.reduceat(pos, starts_k), np.maximum.reduceat(pos, starts_k)
+    first, last = _extents(pos, starts_k)
     before = np.searchsorted(np.sort(last), least[some], "left")  # pos_max < lo_min
     behind = len(first) - np.searchsorted(np.sort(first), most[some], "left")  # pos_min >= hi_max
     return int((len(first) - before - behind).sum())
