@@ -1,8 +1,13 @@
 """Memory and messages on GPUs: exact workspace, nothing allocated twice, out of memory on all ranks, bytes sent."""
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
-from gpu_kit import attention, gpu, put, simulation
+from gpu_kit import REAL, attention, gpu, put, simulation
 from support import TYPES, problem, shards
+
+from burstmpi import ring
 
 pytestmark = pytest.mark.mpi(ranks=(1, 2, 3, 4))
 
@@ -147,3 +152,61 @@ def test_the_override_of_cuda_awareness(comm, monkeypatch):
     with BurstAttention(comm) as attn:  # one that is not is enough
         where = "" if comm.size == 1 else f" on rank {comm.size - 1}"
         assert attn._aware == (False, f"MPI is not CUDA-aware{where}: BURSTMPI_CUDA_AWARE=0")
+
+
+def told(monkeypatch, query, kinds):
+    """What ``cuda_support`` makes of a library whose query answers so (None: there is none) and of MPI's memory kinds."""
+    def library(_):
+        return SimpleNamespace() if query is None else SimpleNamespace(MPIX_Query_cuda_support=lambda: query)
+
+    info = SimpleNamespace(get=lambda key: kinds if key == "mpi_memory_alloc_kinds" else None, Free=lambda: None)
+    world = SimpleNamespace(Get_info=lambda: info)
+    monkeypatch.setattr(ring, "ctypes", SimpleNamespace(CDLL=library))
+    monkeypatch.setattr(ring, "MPI", SimpleNamespace(__file__="libmpi.so", COMM_WORLD=world))
+    return ring.cuda_support({})
+
+
+@pytest.mark.mpi(ranks=1)
+@pytest.mark.parametrize(
+    "query, kinds, answer",
+    [
+        (1, None, (True, "MPIX_Query_cuda_support()")),
+        (0, "system,cuda:device", (False, "MPIX_Query_cuda_support()")),  # the library's own word counts
+        (None, "system,mpi,cuda:host:device", (True, "mpi_memory_alloc_kinds=system,mpi,cuda:host:device")),
+        (None, "system,mpi", (False, "mpi_memory_alloc_kinds=system,mpi")),
+        (None, None, (False, "this MPI says nothing of CUDA")),
+    ],
+)
+def test_what_the_library_says_of_itself(comm, query, kinds, answer, monkeypatch):
+    assert told(monkeypatch, query, kinds) == answer
+
+
+def test_staged_unless_told(comm, monkeypatch):
+    """The MPI at hand is not CUDA-aware: nothing but host memory gets to it, and stats say why."""
+    if REAL:
+        pytest.skip("this MPI may be CUDA-aware")
+    cupy = gpu()
+    monkeypatch.delenv("BURSTMPI_CUDA_AWARE", raising=False)
+    p = problem(8 * comm.size, batch=1, heads=1, kv_heads=1, d=8, dv=8, dtype="float32")
+    with attention(comm, "as it is", quick=True) as attn:
+        handed, real = [], attn._ring.comm
+
+        class Spy:
+            def __getattr__(self, name):
+                return getattr(real, name)
+
+            def Isend(self, message, to, tag):
+                handed.append(type(message[0]))
+                return real.Isend(message, to, tag)
+
+            def Irecv(self, message, source, tag):
+                handed.append(type(message[0]))
+                return real.Irecv(message, source, tag)
+
+        attn._ring.comm = Spy()
+        q, k, v, dout = put(cupy, *shards(attn, p))
+        out, lse = attn.forward(q, k, v)
+        attn.backward(dout, q, k, v, out, lse)
+        attn._ring.comm = real
+        assert attn.stats.transport == "staged" and attn.stats.transport_why.startswith("MPI is not CUDA-aware: ")
+        assert set(handed) == ({np.ndarray} if comm.size > 1 else set())
