@@ -2,6 +2,7 @@
 
     ./mpi_run.sh -n 2 benchmarks/ring.py
     ./mpi_run.sh -n 2 benchmarks/ring.py --tokens 8192 32768 --pairs 9 --json > ring.json
+    ./mpi_run.sh -n 2 benchmarks/ring.py --shared     # and forward with K and V in a shared window, ranks of one node
 
 Every figure is a ratio taken side by side in this run; absolute times are printed for orientation only.
 
@@ -122,6 +123,52 @@ class Tiles:
             pass
 
 
+class SharedTiles(Tiles):
+    """Forward where K and V lie in a shared window: a rank copies its own there, and reads the others' in place.
+
+    No message but a barrier.  What the ring adds to it (checks, agreement, Python) is left out, so that this is what a
+    shared window could give at best.
+    """
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        size = lambda r: self.k[r].nbytes + self.v[r].nbytes  # noqa: E731
+        self.window = MPI.Win.Allocate_shared(size(comm.rank), 1, comm=comm)
+        self.windows = []
+        for r in range(comm.size):
+            room = np.frombuffer(self.window.Shared_query(r)[0], np.uint8)
+            cut, k, v = self.k[r].nbytes, self.k[r], self.v[r]
+            self.windows.append((room[:cut].view(k.dtype).reshape(k.shape), room[cut : size(r)].view(v.dtype).reshape(v.shape)))
+        self.window.Lock_all(MPI.MODE_NOCHECK)
+        self.mine = self.k[comm.rank], self.v[comm.rank]
+
+    def forward(self):
+        """Copy, tell the others, attend to the own block, then to the others' as they lie."""
+        for to, source in zip(self.windows[comm.rank], self.mine):
+            np.copyto(to, source)
+        self.window.Sync()
+        told = comm.Ibarrier()
+        me = comm.rank
+        todo = [j for j in self.order if self.seen[me, j]]
+        for j in todo:
+            if j != me and told is not None:
+                told.Wait()
+                self.window.Sync()
+                told = None
+            k, v = self.mine if j == me else self.windows[j]
+            last = j == todo[-1] and self.state is not self.result
+            work = Work(self.sight[me, j], self.scores, self.scratch, progress=lambda: told is None or told.Test())
+            self.finish(self.backend.attend(
+                self.q[me], k, v, self.state, self.result_lse, work, first=j == todo[0], final=self.result if last else None,
+            ))  # fmt: skip
+        if told is not None:
+            told.Wait()
+
+    def close(self):
+        self.window.Unlock_all()
+        self.window.Free()
+
+
 def timed(call):
     """Seconds of the slowest rank; their mean over ranks; CPU seconds, the mean over ranks."""
     comm.Barrier()
@@ -210,6 +257,28 @@ def cost(args, tokens, causal):
     return rows
 
 
+def shared(args, tokens, causal):
+    """Forward by the ring and by a shared window, each against tiles, in one run."""
+    case, ratios = Case(args, tokens, causal), {"ring": [], "shared": []}
+    attn, calls, out, lse = case.open("zigzag", "q")
+    with attn:
+        whole = attn.gather(out), attn.gather(lse, axis=2)
+        tiles, window = (kind(case.whole, *whole, "zigzag", Rules(causal=causal), args.backend) for kind in (Tiles, SharedTiles))
+        tiles.forward(), window.forward()
+        wrong = comm.allreduce(float(np.abs(window.result - tiles.result).max()), MPI.MAX)
+        if wrong:
+            raise SystemExit(f"shared window: differs from tiles by {wrong}")
+        for pair in range(args.pairs):
+            before = timed(tiles.forward)
+            order = [("ring", calls["forward"]), ("shared", window.forward)]
+            times = {name: timed(call) for name, call in (order if pair % 2 else order[::-1])}
+            base = (before + timed(tiles.forward)) / 2
+            for name in ratios:
+                ratios[name].append(times[name] / base)
+        window.close()
+    return {name: (middle([x[0] for x in values]), middle([x[2] for x in values])[0]) for name, values in ratios.items()}
+
+
 def balance(args, tokens):
     """Causal contiguous against causal zigzag: how much faster the even share of work is."""
     case = Case(args, tokens, True)
@@ -241,6 +310,7 @@ def main():
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--pairs", type=int, default=7, help="measurements of each ratio (default 7)")
     parser.add_argument("--deadline", type=float, default=300, help="seconds after which a wait is an error (default 300)")
+    parser.add_argument("--shared", action="store_true", help="forward with K and V in a shared window, and nothing else")
     parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
     args = parser.parse_args()
     args.kv_heads = args.kv_heads or args.heads
@@ -253,6 +323,13 @@ def main():
         f"{'cpu':>7}{'compute':>9}{'wait':>7}{'bytes':>8}"
     )
     costs, gains = [], []
+    if args.shared:
+        for tokens in args.tokens:
+            for causal in (False, True):
+                for name, (cost_of, cpu) in shared(args, tokens, causal).items():
+                    rule = "causal" if causal else "full"
+                    say(f"{tokens:>8} {rule:<7}{name:<9}cost {cost_of[0]:.3f} [{cost_of[1]:.3f}, {cost_of[2]:.3f}], cpu {cpu:.3f}")
+        return
     for tokens in args.tokens:
         for causal in (False, True):
             for row in cost(args, tokens, causal):
