@@ -28,8 +28,12 @@
  */
 #include "forward_state.cuh"
 
-/* Bytes of rows that the main loop's 32-bit steps can hold. */
-constexpr i64 NEAR = 1 << 21;
+/* Whether rows lie so near that the main loop's 32-bit steps hold the bytes between them, backwards too. */
+DEVICE bool near(i64 row)
+{
+    constexpr i64 NEAR = 1 << 21;
+    return (u64)(row + NEAR) < (u64)(2 * NEAR);
+}
 
 /* A tile of K, or of V, into shared memory: any tile, whole or not. */
 template <int DIM> DEVICE void ask_rows(u32 to, const char *rows, i64 distance, int tile, int whole, int count, int columns)
@@ -107,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const __grid_const
             desk.window = (i64)block.tiles_k * (item.split + 1) / block.splits;
             desk.cut = desk.full = 0;
             desk.started = !fresh, desk.seen = 0;
-            desk.whole = block.k.row < NEAR && block.v.row < NEAR ? block.rows_k / TILE_K : 0;
+            desk.whole = near(block.k.row) && near(block.v.row) ? block.rows_k / TILE_K : 0;
         }
         __syncwarp();
         load_queries(state, smem, block, item, warp, lane);

@@ -139,7 +139,6 @@ def attention(make, dtype, d, rows_q, rows_k, steps, deterministic, causal=True)
 
 
 FEW = [("rows 31 MB", "bfloat16", False), ("rows 48 MB", "bfloat16", True), ("rows 48 MB", "float32", False), ("heads 5 GB", "bfloat16", False)]
-WRONG = pytest.mark.xfail(reason="forward takes a row stride below -2 GB for a near one", strict=False)
 
 
 def cases():
@@ -147,8 +146,6 @@ def cases():
         for dtype in ("bfloat16", "float32"):
             for deterministic in (False, True):
                 marks = [] if (steps, dtype, deterministic) in FEW else [pytest.mark.slow]
-                if (steps, dtype) == ("rows -5 GB", "bfloat16"):
-                    marks.append(WRONG)
                 yield pytest.param(steps, dtype, deterministic, marks=marks)
 
 

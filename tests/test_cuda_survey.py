@@ -64,10 +64,11 @@ def test_tiles(name, shuffled):
         for j in range(len(extent)):
             keys = slice(j * TILE_K, (j + 1) * TILE_K)
             least, most = extent[j]
-            span, steps = positions[keys].max() - least, max(len(positions[keys]) - 1, 1)
-            even = (positions[keys] == least + np.arange(len(positions[keys])) * max(span // steps, 1)).all()
-            assert least == positions[keys].min() and 0 <= most - positions[keys].max() <= 2 * (not even)
-            assert even or (most - least) % steps or steps == 1  # nothing is promised that is not so
+            tile = positions[keys].astype(np.int64)
+            span, steps = int(tile.max() - tile.min()), max(len(tile) - 1, 1)
+            even = len(tile) == 1 or (np.diff(tile) == span / steps).all() and span > 0
+            more = 0 if even or span % steps else 1 if (span + 1) % steps else 2  # see sight.cuh
+            assert (least, most) == (tile.min(), tile.max() + more)
             seen, full = most >= reach[i, 0] and least < reach[i, 1], least >= reach[i, 2] and most < reach[i, 3]
             assert seen or not visible[part, keys].any()
             assert not full or visible[part, keys].all()
