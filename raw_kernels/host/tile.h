@@ -236,8 +236,8 @@ NOINLINE void find_edges(edges *e, const key_tile *t, const lanes *q, int64_t fr
             }
         if (block_sight(t, q, block) == FULL) s = (span){0, VR};
         e->spans[block - from] = s;
-        run_of_keys *last = &e->runs[e->n - 1];
-        if (e->n && last->seen.first == s.first && last->seen.last == s.last)
+        run_of_keys *last = e->n ? &e->runs[e->n - 1] : NULL;
+        if (last && last->seen.first == s.first && last->seen.last == s.last)
             last->keys += KR;
         else
             e->runs[e->n++] = (run_of_keys){KR, s};
