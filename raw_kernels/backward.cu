@@ -10,7 +10,8 @@
  * dK += dSᵀ Q.  So P never leaves the registers; only dS passes through shared memory, for dQ.
  *
  *   registers        dK, dV of the warp's keys, float32; V (V_KEPT steps of 16 columns) and K (K_KEPT)
- *   shared memory    K | V | STAGES × (Q, dO) | STAGES × (-delta, -lse, at) | dS [TILE_K][TILE_Q] | P where SHARERS = 2
+ *   shared memory    K | V | STAGES × (Q, dO) | STAGES × (-delta, -lse, at) | dS [TILE_K][TILE_Q]
+ *                    | P where SHARERS = 2 | Known: where Q and dO of this batch begin
  *   global memory    block.work: dQ sums in the order of fragments | a record a tile of queries (see Record)
  *
  *   for each visible tile of queries (those that are cut first, then the full ones, whose loop has no mask code):
@@ -42,7 +43,8 @@ constexpr int DQ_WARPS = DQ_ROWS * DQ_COLUMNS, DQ_FRAGMENTS = TILE_Q / DQ_ROWS /
 constexpr int K_BYTES = 2 * HEAD_DIM, V_BYTES = 2 * HEAD_DIM_V, S_BYTES = 2 * TILE_Q; /* of a row */
 /* Without dQ nothing stands in the room of dS: V goes there, and registers are free. */
 constexpr bool V_FOR_DS = !WITH_DQ && SHARERS == 1 && V_BYTES <= S_BYTES;
-constexpr int V_HELD = V_FOR_DS ? 0 : V_KEPT, PINNED = V_FOR_DS ? 372 : PINS, AT_ONCE = V_FOR_DS ? PART : CHUNK;
+constexpr int V_HELD = V_FOR_DS ? 0 : V_KEPT, PINNED = WITH_DQ ? PINS : PINS_ALONE, AT_ONCE = V_FOR_DS ? PART : CHUNK;
+constexpr bool THROUGH = PINNED & 1024;                                        /* heads counted through all batches */
 constexpr bool V_STAYS = V_HELD == V_STEPS;                                     /* all of V in registers */
 constexpr bool MIDDLE_BARRIER = WITH_DQ || SHARERS > 1 || STAGES == 1;
 
@@ -52,7 +54,7 @@ constexpr int ROWS_ROOM = TILE_Q * 16;
 constexpr int K_AT = 0, STAGE_AT = K_AT + TILE_K * (K_BYTES + (V_KEPT == V_STEPS ? 0 : V_BYTES));
 constexpr int ROWS_AT = STAGE_AT + STAGES * STAGE, DS_AT = ROWS_AT + STAGES * ROWS_ROOM, P_AT = DS_AT + S_ROOM;
 constexpr int V_AT = V_FOR_DS ? DS_AT : K_AT + TILE_K * K_BYTES;
-constexpr int SHARED_BYTES = P_AT + (SHARERS > 1 ? S_ROOM : 0);
+constexpr int KNOWN_AT = P_AT + (SHARERS > 1 ? S_ROOM : 0), SHARED_BYTES = KNOWN_AT + (KNOWN ? Known::BYTES : 0);
 /* V that stays in registers comes through room that is not used yet: the stages, or all, and K comes later. */
 constexpr bool V_BESIDE_K = TILE_K * V_BYTES <= STAGES * STAGE;
 constexpr int V_COMES_AT = !V_STAYS ? V_AT : V_BESIDE_K ? STAGE_AT : 0;
@@ -87,44 +89,6 @@ DEVICE char *record_of(const Block &block, u32 item)
     const u64 sums = WITH_DQ ? (u64)block.batch * block.heads * block.tiles_q * SUMS * 4 : 0;
     return block.work + sums + (u64)item * RECORD;
 }
-
-/* ---------------------------------------------------------------- the walk over tiles of queries */
-
-/* From the last tile to the first; all heads of the group, first the cut tiles and then the full ones. */
-struct Walk {
-    u32 left;  /* tiles of this 32 that are still to come, a bit each */
-    int base;  /* the first tile of this 32 */
-    int head;
-    bool cut;
-    int tile;  /* where we are */
-
-    __device__ __forceinline__ void start(const Block &block, int first_head)
-    {
-        left = 0, base = 0, cut = true, head = first_head - 1, tile = 0;
-    }
-
-    /* Go to the next visible tile; false: there is none. */
-    __device__ __forceinline__ bool next(const Block &block, int2 extent, bool whole, int first_head, int end_head)
-    {
-        while (left == 0) {
-            base -= 32;
-            if (base < 0) {
-                base = (block.tiles_q - 1) & ~31;
-                if (++head == end_head) {
-                    if (!cut) return false;
-                    cut = false;
-                    head = first_head;
-                }
-            }
-            const Look look = look_at_queries(block, extent, whole, base, block.tiles_q);
-            left = cut ? look.cut : look.full;
-        }
-        const int bit = 31 - __clz(left);
-        left ^= 1u << bit;
-        tile = base + bit;
-        return true;
-    }
-};
 
 /* ---------------------------------------------------------------- a warp */
 
@@ -205,15 +169,19 @@ struct Warp {
         const u32 row_do = CarryDO::row(warp, lane), chunk_do = CarryDO::chunk(warp, lane);
         const u32 to_q = shared + (STAGE_AT + stage) + swizzled<K_BYTES>(row_q, chunk_q);
         const u32 to_do = shared + (STAGE_AT + Q_ROOM + stage) + swizzled<V_BYTES>(row_do, chunk_do);
+        u64 first[2];
+        first_rows(first);
         if (plain && (walk.tile + 1) * TILE_Q <= block.rows_q) {
-            CarryQ::all(warp, to_q, near(block.q, walk) + (row_q * (u32)block.q.row + 16 * chunk_q), block.q.row);
-            CarryDO::all(warp, to_do, near(block.dout, walk) + (row_do * (u32)block.dout.row + 16 * chunk_do), block.dout.row);
+            CarryQ::all(warp, to_q, near(first[0], block.q, walk, row_q, chunk_q), block.q.row);
+            CarryDO::all(warp, to_do, near(first[1], block.dout, walk, row_do, chunk_do), block.dout.row);
         } else {
             const int first_q = walk.tile * TILE_Q + row_q, first_do = walk.tile * TILE_Q + row_do, last = block.rows_q - 1;
-            CarryQ::some(warp, to_q, at_row(block.q, item.batch, min(first_q, last), walk.head) + 16 * chunk_q, block.q.row,
-                         block.rows_q - first_q, block.d / 8 - (int)chunk_q);
-            CarryDO::some(warp, to_do, at_row(block.dout, item.batch, min(first_do, last), walk.head) + 16 * chunk_do,
-                          block.dout.row, block.rows_q - first_do, block.dim_v / 8 - (int)chunk_do);
+            const char *const q = (const char *)first[0] + walk.head * block.q.head + 16 * chunk_q;
+            const char *const dout = (const char *)first[1] + walk.head * block.dout.head + 16 * chunk_do;
+            CarryQ::some(warp, to_q, q + min(first_q, last) * block.q.row, block.q.row, block.rows_q - first_q,
+                         block.d / 8 - (int)chunk_q);
+            CarryDO::some(warp, to_do, dout + min(first_do, last) * block.dout.row, block.dout.row, block.rows_q - first_do,
+                          block.dim_v / 8 - (int)chunk_do);
         }
         if (warp < TILE_Q / 32) { /* 16 bytes a query, a lane each */
             const u32 from = 512 * warp + 16 * lane;
@@ -222,15 +190,45 @@ struct Warp {
         copies_commit();
     }
 
-    /* The first row of a tile, where strides are small numbers (plain). */
-    __device__ __forceinline__ const char *near(const Tensor &x, const Walk &walk) const
+    /* What is Known (KNOWN = 0: kept in registers, where 32 bytes of shared memory would cost a block of threads). */
+    __device__ __forceinline__ void first_rows(u64 (&first)[2]) const
     {
-        return x.data + item.batch * x.batch + (u64)(u32)walk.head * (u32)x.head + (u64)(u32)(walk.tile * TILE_Q) * (u32)x.row;
+        if (KNOWN) {
+            Known known;
+            known.get_first(shared + KNOWN_AT);
+            first[0] = known.first[0], first[1] = known.first[1];
+        } else {
+            first[0] = first_of(block.q), first[1] = first_of(block.dout);
+        }
+    }
+
+    /* The walk counts heads from here on: THROUGH, through all batches, so that the loop need not know the batch. */
+    __device__ __forceinline__ int heads_before() const { return THROUGH ? item.batch * block.heads : 0; }
+
+    /* This plus head · stride is the first row. */
+    __device__ __forceinline__ u64 first_of(const Tensor &x) const
+    {
+        return (u64)(x.data + item.batch * x.batch - heads_before() * x.head);
+    }
+
+    __device__ __forceinline__ Item this_item() const
+    {
+        if (!KNOWN) return item;
+        Known known;
+        known.get_item(shared + KNOWN_AT);
+        return {known.tile, known.head, known.batch, 0};
+    }
+
+    /* Where a row of the walk's tile and head lies, where strides are small numbers (plain). */
+    __device__ __forceinline__ const char *near(u64 first, const Tensor &x, const Walk &walk, u32 row, u32 chunk) const
+    {
+        const char *const head = stepped((const char *)first, (int)x.head, walk.head);
+        return stepped(stepped(head, (int)x.row, walk.tile * TILE_Q + row), 16, chunk);
     }
 
     __device__ __forceinline__ u32 number(const Walk &walk) const
     {
-        return ((u32)item.batch * block.heads + walk.head) * block.tiles_q + walk.tile;
+        return ((u32)(THROUGH ? 0 : item.batch * block.heads) + walk.head) * block.tiles_q + walk.tile;
     }
 
     /* ------------------------------------------------------------ one tile of queries */
@@ -402,9 +400,10 @@ struct Warp {
     }
 
     /* dQ += dS K, over all keys of the tile: this warp's rows and columns, to the sums of the tile. */
-    __device__ __forceinline__ void add_dq(float *sums)
+    __device__ __forceinline__ void add_dq(u32 number)
     {
-        sums += warp * (SUMS / DQ_WARPS) + lane * (WIDE_RED ? 4 : 1);
+        const u32 mine = warp * (SUMS / DQ_WARPS) + lane_again() * (WIDE_RED ? 4 : 1);
+        float *const sums = sums_of(block, number) + mine;
         constexpr int TAKEN = DQ_BLOCKS > DQ_PART ? DQ_PART : DQ_BLOCKS; /* blocks at once */
         UNROLL for (int start = 0; start < DQ_BLOCKS; start += TAKEN) {
             float dq[DQ_FRAGMENTS][2 * TAKEN][4];
@@ -442,6 +441,8 @@ struct Warp {
     template <int BLOCKS>
     __device__ __forceinline__ void store(const Tensor &x, const float (&sum)[FRAGMENTS][2 * BLOCKS][4], int columns, float factor)
     {
+        const Item item = this_item(); /* what the loop has not kept */
+        const u32 thread = thread_index(), lane = thread & 31, group = thread / (32 * SHARERS), sharer = thread / 32 % SHARERS;
         UNROLL for (int m = 0; m < FRAGMENTS; m++)
             UNROLL for (int i = 0; i < 2; i++) {
                 const int key = item.tile * TILE_K + (group * FRAGMENTS + m) * 16 + (lane >> 2) + 8 * i;
@@ -484,12 +485,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) backward(const _
         UNROLL for (int n = 0; n < 2 * V_BLOCKS; n++) UNROLL for (int i = 0; i < 4; i++) w.dv[m][n][i] = 0;
     }
 
-    const int group = block.heads / block.kv_heads, first_head = w.item.head * group, end_head = first_head + group;
-    const int2 extent = block.extent[w.item.tile];
-    const bool whole = (w.item.tile + 1) * TILE_K <= block.rows_k;
-    Walk walk;
-    walk.start(block, first_head);
-    bool more = walk.next(block, extent, whole, first_head, end_head);
+    const int group = block.heads / block.kv_heads;
+    const int first_head = w.heads_before() + w.item.head * group, end_head = first_head + group;
+    if (KNOWN) {
+        if (threadIdx.x == 0) {
+            const Known known = {{w.first_of(block.q), w.first_of(block.dout)}, 0, w.item.tile, w.item.head, w.item.batch};
+            known.put(w.shared + KNOWN_AT);
+        }
+        __syncthreads();
+    }
+    auto look = [&](int base) {
+        const int tile = KNOWN ? Known::get_tile(w.shared + KNOWN_AT) : w.item.tile;
+        return look_at_queries(block, block.extent[tile], (tile + 1) * TILE_K <= block.rows_k, base, block.tiles_q);
+    };
+    Walk walk(first_head);
+    bool more = walk.next(block.tiles_q, first_head, end_head, look);
     if (more) {
         /* K and V; what stays in registers */
         w.keys<Warp::CarryV>(block.v, V_COMES_AT, block.dim_v);
@@ -526,10 +536,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) backward(const _
             __syncthreads();
             w.pin();
             const u32 number = w.number(walk);
-            if (BURST_ALIBI) w.scoring.of_head(block, walk.head);
-            more = walk.next(block, extent, whole, first_head, end_head);
+            if (BURST_ALIBI) w.scoring.of_head(block, walk.head % block.heads);
+            if (!decltype(cut)::value && PINNED & 512) walk.cut = false; /* it is: the compiler now knows */
+            more = walk.next(block.tiles_q, first_head, end_head, look);
             if (STAGES == 2 && more) w.fetch(walk, stage ^ STAGE, rows_stage ^ ROWS_ROOM);
-            const char *record = record_of(block, number) + ((w.lane & 3) * 2 + w.sharer * OWN) * 8;
+            const char *record = record_of(block, number) + ((lane_again() & 3) * 2 + w.sharer * OWN) * 8;
             w.queries<decltype(cut)::value>(stage, rows_stage, record, pos);
             if (MIDDLE_BARRIER) __syncthreads();
             if (SHARERS > 1) w.partners_queries(stage);
@@ -537,7 +548,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) backward(const _
                 if (SHARERS > 1) __syncthreads();
                 if (more) w.fetch(walk, 0, 0);
             }
-            if (WITH_DQ && (DQ_WARPS == WARPS || w.warp < DQ_WARPS)) w.add_dq(sums_of(block, number));
+            if (WITH_DQ && (DQ_WARPS == WARPS || w.warp < DQ_WARPS)) w.add_dq(number);
             if (STAGES == 2) stage ^= STAGE, rows_stage ^= ROWS_ROOM;
         };
         NO_UNROLL while (more && walk.cut) step(Cut<true>());

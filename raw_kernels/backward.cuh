@@ -60,21 +60,45 @@ DEVICE int2 shared_int2(u32 address)
     return x;
 }
 
+DEVICE int shared_int(u32 address)
+{
+    int x;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
+    return x;
+}
+
 DEVICE void shared_float4(float (&x)[4], u32 address)
 {
     asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"
                  : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3]) : "r"(address) : "memory");
 }
 
-/* 4 bytes, or a zero where `there` is false. */
-DEVICE void copy4_or_zero(u32 shared, const void *global, bool there)
-{
-#if __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" :: "r"(shared), "l"(global), "r"(there ? 4 : 0) : "memory");
-#else
-    asm volatile("st.shared.b32 [%0], %1;" :: "r"(shared), "r"(there ? *(const int *)global : 0) : "memory");
-#endif
-}
+/* What a block of threads knows from its start on and needs seldom: 32 bytes of shared memory, so that no register holds it
+ * through the loop (the compiler would put it on its stack). */
+struct Known {
+    static constexpr int BYTES = 32;
+    u64 first[2];  /* where the rows of two arrays begin, for this batch and head */
+    int plain;     /* so many rows may be taken as they are: all, or 0 where columns are to be filled up or strides are large */
+    int tile, head, batch;
+
+    __device__ __forceinline__ void put(u32 address) const
+    {
+        asm volatile("st.shared.v2.b64 [%0], {%1,%2};" :: "r"(address), "l"(first[0]), "l"(first[1]) : "memory");
+        asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};"
+                     :: "r"(address + 16), "r"(plain), "r"(tile), "r"(head), "r"(batch) : "memory");
+    }
+    __device__ __forceinline__ void get_first(u32 address)
+    {
+        asm volatile("ld.shared.v2.b64 {%0,%1}, [%2];" : "=l"(first[0]), "=l"(first[1]) : "r"(address) : "memory");
+    }
+    __device__ __forceinline__ void get_item(u32 address)
+    {
+        asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
+                     : "=r"(plain), "=r"(tile), "=r"(head), "=r"(batch) : "r"(address + 16) : "memory");
+    }
+    static __device__ __forceinline__ int get_plain(u32 address) { return shared_int(address + 16); }
+    static __device__ __forceinline__ int get_tile(u32 address) { return shared_int(address + 20); }
+};
 
 DEVICE void shared_store(u32 address, u32 x) { asm volatile("st.shared.b32 [%0], %1;" :: "r"(address), "r"(x) : "memory"); }
 
@@ -98,13 +122,13 @@ template <int ROWS, int COLUMNS, int WARPS_> struct Carry {
     }
 
     /* shared: of this thread's first chunk; global: likewise; stride: bytes between rows. */
-    static __device__ __forceinline__ void all(int warp, u32 shared, const char *global, i64 stride)
+    static __device__ __forceinline__ void all(int warp, u32 shared, const char *global, int stride)
     {
         if (ROW_WARPS * COLUMN_WARPS < WARPS_ && warp >= ROW_WARPS * COLUMN_WARPS) return;
         UNROLL for (int pass = 0; pass < ROWS / PASS; pass++) {
             UNROLL for (int unit = 0; unit < UNITS; unit += COLUMN_WARPS)
                 copy16(along<BYTES>(shared, 4 * unit) + pass * PASS * BYTES, global + 64 * unit);
-            global += PASS * stride;
+            global = stepped(global, stride, PASS);
         }
     }
 
@@ -122,6 +146,42 @@ template <int ROWS, int COLUMNS, int WARPS_> struct Carry {
     }
 };
 
+/* ---------------------------------------------------------------- the walk over tiles of the other side */
+
+/* From the last tile to the first; all heads from `first_head` on, first the cut tiles and then the full ones. */
+struct Walk {
+    u32 left;  /* tiles of this 32 that are still to come, a bit each */
+    int base;  /* the first tile of this 32 */
+    int head;
+    bool cut;
+    int tile;  /* where we are */
+
+    __device__ __forceinline__ Walk(int first_head) : left(0), base(0), head(first_head - 1), cut(true), tile(0) {}
+
+    /* Go to the next visible tile; false: there is none.  look_at(base): what is seen of the 32 tiles from `base` on. */
+    template <typename LookAt>
+    __device__ __forceinline__ bool next(int tiles, int first_head, int end_head, LookAt look_at)
+    {
+        while (left == 0) {
+            base -= 32;
+            if (base < 0) {
+                base = (tiles - 1) & ~31;
+                if (++head == end_head) {
+                    if (!cut) return false;
+                    cut = false;
+                    head = first_head;
+                }
+            }
+            const Look look = look_at(base);
+            left = cut ? look.cut : look.full;
+        }
+        const int bit = 31 - __clz(left);
+        left ^= 1u << bit;
+        tile = base + bit;
+        return true;
+    }
+};
+
 /* ---------------------------------------------------------------- scores */
 
 struct Scoring {
@@ -134,6 +194,7 @@ struct Scoring {
         to_log2 = (float)(BURST_SOFTCAP ? block.scale / block.softcap : block.scale * LOG2_E);
         cap = (float)(BURST_SOFTCAP ? block.softcap * LOG2_E : 0);
         slope = 0;
+        asm volatile("" : "+f"(to_log2)); /* not made again in the loop */
     }
     __device__ __forceinline__ void of_head(const Block &block, int head)
     {

@@ -7,7 +7,7 @@
  * computed once more (7 products where the fast way has 5), nothing is stored but dQ.
  *
  *   registers        dQ of the warp's queries, float32; lse, delta; Q and dO (Q_KEPT, DO_KEPT steps of 16 columns)
- *   shared memory    Q | dO (neither where all is kept) | STAGES × (K, V) | STAGES × positions of the keys
+ *   shared memory    Q | dO (neither where all is kept) | STAGES × (K, V) | STAGES × positions of the keys | Known
  *
  *   for each visible tile of keys (those that are cut first, then the full ones, whose loop has no mask code):
  *       wait for K, V; barrier; ask for the next tile
@@ -29,49 +29,18 @@ constexpr int Q_ROOM = TILE_Q * K_BYTES, DO_ROOM = TILE_Q * V_BYTES;
 constexpr int K_ROOM = TILE_K * K_BYTES, STAGE = K_ROOM + TILE_K * V_BYTES, POS_ROOM = TILE_K * 4;
 constexpr int Q_AT = 0, DO_AT = Q_ROOM, STAGE_AT = QUERIES_STAY ? 0 : Q_ROOM + DO_ROOM, POS_AT = STAGE_AT + STAGES * STAGE;
 constexpr int LOOP_BYTES = POS_AT + STAGES * POS_ROOM;
-constexpr int SHARED_BYTES = LOOP_BYTES > Q_ROOM + DO_ROOM ? LOOP_BYTES : Q_ROOM + DO_ROOM;
+constexpr int KNOWN_AT = LOOP_BYTES > Q_ROOM + DO_ROOM ? LOOP_BYTES : Q_ROOM + DO_ROOM;
+constexpr int SHARED_BYTES = KNOWN_AT + Known::BYTES;
 
 static_assert(SHARED_BYTES == SHARED && SHARED <= SHARED_LIMIT, "shared memory: the table and the kernel disagree");
 static_assert(TILE_Q == WARPS * FRAGMENTS * 16, "queries of a warp");
 static_assert(TILE_K % CHUNK == 0 && CHUNK % PART == 0 && PART % 16 == 0, "keys at once");
 static_assert(TILE_K <= THREADS, "a thread copies a position");
 
-/* Over tiles of keys, from the last to the first: the cut ones, then the full ones. */
-struct Walk {
-    u32 left; /* tiles of this 32 that are still to come, a bit each */
-    int base; /* the first tile of this 32 */
-    bool cut;
-    int tile; /* where we are */
-
-    __device__ __forceinline__ Walk(const Block &block) : left(0), base((block.tiles_k + 31) & ~31), cut(true), tile(0) {}
-
-    /* Go to the next visible tile; false: there is none. */
-    __device__ __forceinline__ bool next(const Block &block, int4 reach)
-    {
-        while (left == 0) {
-            base -= 32;
-            if (base < 0) {
-                if (!cut) return false;
-                cut = false;
-                base = (block.tiles_k - 1) & ~31;
-            }
-            const Look look = look_at_keys(block, reach, base, block.tiles_k);
-            left = cut ? look.cut : look.full;
-        }
-        const int bit = 31 - __clz(left);
-        left ^= 1u << bit;
-        tile = base + bit;
-        return true;
-    }
-};
-
 struct Warp {
     const Block &block;
     u32 lane, warp;
-    int kv_head;
-    bool plain;            /* no column to be filled up, rows of K and V less than 32 MB apart */
     u32 shared;
-    Item item;
     Scoring scoring;
 
     float dq[FRAGMENTS][HEAD_DIM / 8][4];
@@ -106,7 +75,8 @@ struct Warp {
 
     /* ------------------------------------------------------------ copies */
 
-    template <typename C> __device__ __forceinline__ void rows_of_queries(const Tensor &x, u32 to, int columns)
+    template <typename C>
+    __device__ __forceinline__ void rows_of_queries(const Item &item, const Tensor &x, u32 to, int columns)
     {
         const int row = C::row(warp, lane), chunk = C::chunk(warp, lane), first = item.tile * TILE_Q + row;
         const char *from = at_row(x, item.batch, min(first, block.rows_q - 1), item.head) + 16 * chunk;
@@ -121,28 +91,27 @@ struct Warp {
         const u32 row_v = CarryV::row(warp, lane), chunk_v = CarryV::chunk(warp, lane);
         const u32 to_k = shared + (STAGE_AT + stage) + swizzled<K_BYTES>(row_k, chunk_k);
         const u32 to_v = shared + (STAGE_AT + K_ROOM + stage) + swizzled<V_BYTES>(row_v, chunk_v);
-        if (plain && (walk.tile + 1) * TILE_K <= block.rows_k) {
-            CarryK::all(warp, to_k, near(block.k, walk) + (row_k * (u32)block.k.row + 16 * chunk_k), block.k.row);
-            CarryV::all(warp, to_v, near(block.v, walk) + (row_v * (u32)block.v.row + 16 * chunk_v), block.v.row);
+        Known known;
+        known.get_first(shared + KNOWN_AT);
+        const char *const first_k = (const char *)known.first[0], *const first_v = (const char *)known.first[1];
+        if ((walk.tile + 1) * TILE_K <= Known::get_plain(shared + KNOWN_AT)) {
+            const int start = walk.tile * TILE_K;
+            CarryK::all(warp, to_k, stepped(stepped(first_k, block.k.row, start + row_k), 16, chunk_k), block.k.row);
+            CarryV::all(warp, to_v, stepped(stepped(first_v, block.v.row, start + row_v), 16, chunk_v), block.v.row);
         } else {
-            const int first_k = walk.tile * TILE_K + row_k, first_v = walk.tile * TILE_K + row_v, last = block.rows_k - 1;
-            CarryK::some(warp, to_k, at_row(block.k, item.batch, min(first_k, last), kv_head) + 16 * chunk_k, block.k.row,
-                         block.rows_k - first_k, block.d / 8 - (int)chunk_k);
-            CarryV::some(warp, to_v, at_row(block.v, item.batch, min(first_v, last), kv_head) + 16 * chunk_v, block.v.row,
-                         block.rows_k - first_v, block.dim_v / 8 - (int)chunk_v);
+            const int key_k = walk.tile * TILE_K + row_k, key_v = walk.tile * TILE_K + row_v, last = block.rows_k - 1;
+            CarryK::some(warp, to_k, first_k + min(key_k, last) * block.k.row + 16 * chunk_k, block.k.row,
+                         block.rows_k - key_k, block.d / 8 - (int)chunk_k);
+            CarryV::some(warp, to_v, first_v + min(key_v, last) * block.v.row + 16 * chunk_v, block.v.row,
+                         block.rows_k - key_v, block.dim_v / 8 - (int)chunk_v);
         }
         const int key = 32 * warp + lane;
         if ((walk.cut || BURST_ALIBI) && key < TILE_K) {
-            const bool there = walk.tile * TILE_K + key < block.rows_k;
-            copy4_or_zero(shared + POS_AT + pos_stage + 4 * key, block.pos + (there ? walk.tile * TILE_K + key : 0), there);
+            const u32 to = shared + POS_AT + pos_stage + 4 * key;
+            if (walk.tile * TILE_K + key < block.rows_k) copy4(to, block.pos + walk.tile * TILE_K + key);
+            else shared_store(to, 1u << 31); /* the least position: none that is not there is ever seen */
         }
         copies_commit();
-    }
-
-    /* The first row of a tile, where strides are small numbers (plain). */
-    __device__ __forceinline__ const char *near(const Tensor &x, const Walk &walk) const
-    {
-        return x.data + item.batch * x.batch + kv_head * x.head + (u64)(u32)(walk.tile * TILE_K) * (u32)x.row;
     }
 
     /* ------------------------------------------------------------ one tile of keys */
@@ -161,9 +130,16 @@ struct Warp {
             else ldmatrix(a[m], along<V_BYTES>(do_rows, 2 * step) + own_do + DO_AT + m * 16 * V_BYTES);
     }
 
-    /* sight: lo and hi - lo of this lane's rows, where CUT; at: their positions, where ALiBi; keys: how many the tile has. */
+    /* As in backward.cu: what may not be made before the loop and kept. */
+    __device__ __forceinline__ void pin()
+    {
+        if (FENCES & 8) asm volatile("" : "+r"(k_rows), "+r"(q_rows));
+        if (V_BYTES == K_BYTES) v_rows = k_rows, do_rows = q_rows;
+    }
+
+    /* sight: lo and hi - lo of this lane's rows, where CUT; at: their positions, where ALiBi. */
     template <bool CUT>
-    __device__ __forceinline__ void keys(u32 stage, u32 pos_stage, const int2 (&sight)[FRAGMENTS][2], const int (&at)[FRAGMENTS][2], int keys)
+    __device__ __forceinline__ void keys(u32 stage, u32 pos_stage, const int2 (&sight)[FRAGMENTS][2], const int (&at)[FRAGMENTS][2])
     {
         UNROLL for (int chunk = 0; chunk < TILE_K / CHUNK; chunk++) {
             if (FENCES & 1) __syncwarp(); /* loads do not start in the chunk before: registers */
@@ -194,8 +170,6 @@ struct Warp {
                     const int2 x = shared_int2(positions + pos_stage + key * 4);
                     pos[0] = x.x, pos[1] = x.y;
                 }
-                if (CUT) UNROLL for (int i = 0; i < 2; i++) /* none that is not there is seen */
-                    if (key + 2 * (lane & 3) + i >= keys) pos[i] = -2147483647 - 1;
                 UNROLL for (int m = 0; m < FRAGMENTS; m++)
                     UNROLL for (int i = 0; i < 4; i++) {
                         float slope, p = scoring.weight(s[m][n][i], minus_lse[m][i >> 1], at[m][i >> 1] - pos[i & 1], &slope);
@@ -245,14 +219,20 @@ struct Warp {
 
     /* ------------------------------------------------------------ dQ */
 
-    __device__ __forceinline__ int row_of(int m, int i) const { return item.tile * TILE_Q + (warp * FRAGMENTS + m) * 16 + (lane >> 2) + 8 * i; }
+    /* Of this lane's rows, i = 0 and 1, of fragment m. */
+    static __device__ __forceinline__ int row_of(int tile, int m, int i)
+    {
+        const u32 thread = thread_index(), lane = thread & 31, warp = thread >> 5;
+        return tile * TILE_Q + (warp * FRAGMENTS + m) * 16 + (lane >> 2) + 8 * i;
+    }
 
-    __device__ __forceinline__ void store()
+    __device__ __forceinline__ void store(const Item &item)
     {
         UNROLL for (int m = 0; m < FRAGMENTS; m++)
             UNROLL for (int i = 0; i < 2; i++) {
-                if (row_of(m, i) >= block.rows_q) continue;
-                float *const row = (float *)at_row(block.dq, item.batch, row_of(m, i), item.head) + 2 * (lane & 3);
+                const int query = row_of(item.tile, m, i);
+                if (query >= block.rows_q) continue;
+                float *const row = (float *)at_row(block.dq, item.batch, query, item.head) + 2 * (thread_index() & 3);
                 UNROLL for (int n = 0; n < HEAD_DIM / 8; n++) {
                     if (n * 8 >= block.d) continue;
                     float2 *const to = (float2 *)(row + n * 8);
@@ -277,29 +257,37 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) backward_queries
     Warp w(block);
     w.lane = threadIdx.x & 31;
     w.warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
-    w.item = work_item(block, blockIdx.x, block.heads, block.tiles_q, 1);
-    w.kv_head = w.item.head / (block.heads / block.kv_heads);
-    w.plain = block.d == HEAD_DIM && block.dim_v == HEAD_DIM_V && ((block.k.row | block.v.row) >> 25) == 0;
     w.place(shared_address(shared_memory));
-    w.scoring.of_head(block, w.item.head);
+    Item item = work_item(block, blockIdx.x, block.heads, block.tiles_q, 1);
+    w.scoring.of_head(block, item.head);
     UNROLL for (int m = 0; m < FRAGMENTS; m++) UNROLL for (int n = 0; n < HEAD_DIM / 8; n++) UNROLL for (int i = 0; i < 4; i++) w.dq[m][n][i] = 0;
 
-    const int4 reach = block.reach[w.item.tile];
-    Walk walk(block);
-    bool more = walk.next(block, reach);
+    if (threadIdx.x == 0) {
+        const bool plain = block.d == HEAD_DIM && block.dim_v == HEAD_DIM_V && ((block.k.row | block.v.row) >> 25) == 0;
+        const int kv_head = item.head / (block.heads / block.kv_heads);
+        const Known known = {{(u64)at_row(block.k, item.batch, 0, kv_head), (u64)at_row(block.v, item.batch, 0, kv_head)},
+                             plain ? block.rows_k : 0, item.tile, item.head, item.batch};
+        known.put(w.shared + KNOWN_AT);
+    }
+    __syncthreads();
+    auto look = [&](int base) {
+        return look_at_keys(block, block.reach[Known::get_tile(w.shared + KNOWN_AT)], base, block.tiles_k);
+    };
+    Walk walk(0);
+    bool more = walk.next(block.tiles_k, 0, 1, look);
     if (more) {
-        w.rows_of_queries<Warp::CarryQ>(block.q, Q_AT, block.d);
-        w.rows_of_queries<Warp::CarryDO>(block.dout, DO_AT, block.dim_v);
+        w.rows_of_queries<Warp::CarryQ>(item, block.q, Q_AT, block.d);
+        w.rows_of_queries<Warp::CarryDO>(item, block.dout, DO_AT, block.dim_v);
         copies_commit();
         const float inf = __int_as_float(0x7f800000);
         int2 sight[FRAGMENTS][2];
         int at[FRAGMENTS][2];
         UNROLL for (int m = 0; m < FRAGMENTS; m++)
             UNROLL for (int i = 0; i < 2; i++) {
-                const int row = w.row_of(m, i);
+                const int row = w.row_of(item.tile, m, i);
                 const bool there = row < block.rows_q;
-                const float lse = there ? *at_row(block.lse, w.item.batch, w.item.head, row) : -inf;
-                const float delta = there ? *at_row(block.delta, w.item.batch, w.item.head, row) : 0;
+                const float lse = there ? *at_row(block.lse, item.batch, item.head, row) : -inf;
+                const float delta = there ? *at_row(block.delta, item.batch, item.head, row) : 0;
                 w.minus_lse[m][i] = lse == -inf ? -inf : -lse * (float)LOG2_E;
                 w.minus_delta[m][2 * i] = w.minus_delta[m][2 * i + 1] = -delta;
                 sight[m][i].x = there ? block.lo[row] : 0;
@@ -323,10 +311,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) backward_queries
         auto step = [&](auto cut) {
             copies_wait<0>();
             __syncthreads();
-            const int keys = block.rows_k - walk.tile * TILE_K;
-            more = walk.next(block, reach);
+            w.pin();
+            if (!decltype(cut)::value && !(FENCES & 16)) walk.cut = false; /* it is: the compiler now knows */
+            more = walk.next(block.tiles_k, 0, 1, look);
             if (STAGES == 2 && more) w.fetch(walk, stage ^ STAGE, pos_stage ^ POS_ROOM);
-            w.keys<decltype(cut)::value>(stage, pos_stage, sight, at, keys);
+            w.keys<decltype(cut)::value>(stage, pos_stage, sight, at);
             if (STAGES == 2) stage ^= STAGE, pos_stage ^= POS_ROOM;
             if (STAGES == 1) {
                 __syncthreads();
@@ -336,5 +325,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) backward_queries
         NO_UNROLL while (more && walk.cut) step(Cut<true>());
         NO_UNROLL while (more) step(Cut<false>());
     }
-    w.store();
+    Known known;
+    known.get_item(w.shared + KNOWN_AT);
+    w.store({known.tile, known.head, known.batch, 0});
 }

@@ -29,12 +29,15 @@ class Case:
     """Inputs of one attention, what is true of their gradients, and what a naive run makes of them.
 
     shape : batch, rows_q, rows_k, heads, kv_heads, d, dv
+    apart : added to all of q and taken from all of k, so that every score is about -apart² · d · scale
     """
 
-    def __init__(self, *shape, dtype="bfloat16", gain=1.0, seed=0, **options):
+    def __init__(self, *shape, dtype="bfloat16", gain=1.0, seed=0, apart=0.0, **options):
         self.dtype, self.options, self.rules = dtype, options, Rules(**options)
-        self.arrays = host_kit.arrays(np.random.default_rng(seed), *shape, dtype, gain)
-        q, k, v, dout = self.arrays
+        q, k, v, dout = host_kit.arrays(np.random.default_rng(seed), *shape, dtype, gain)
+        if apart:
+            q, k = (q.astype(np.float64) + apart).astype(q.dtype), (k.astype(np.float64) - apart).astype(k.dtype)
+        self.arrays = q, k, v, dout
         self.true = host_kit.exact(dout, q, k, v, **options)
         self.same = host_kit.naive(dout, q, k, v, narrow=True, **options)
 
@@ -192,6 +195,22 @@ def test_rows_that_see_nothing():
     assert not grads[1][:, :120].any() and not grads[2][:, :120].any()
 
 
+def beyond_the_last_key():
+    """Scores near -200: a key that is not there, its K filled up with zeros, would have P = exp(200) = inf.
+
+    The last tile has 35 keys: what follows them is the same thread's second row, which no clamp of the first one hides.
+    """
+    return Case(1, 70, 163, 1, 1, 64, 64, apart=5.0)
+
+
+@pytest.mark.parametrize("deterministic", (False, True))
+def test_keys_beyond_the_last(deterministic):
+    """Memory behind the last key holds NaN: it is not read, and the rows of the tile that are not there do not count."""
+    case = beyond_the_last_key()
+    assert case.true[1].max() < -120
+    case.check(case.run(cuda_kit.backend(deterministic=deterministic), strided=True), small=True)
+
+
 def test_the_same_bits_whatever_the_order_of_blocks():
     case = Case(1, 130, 260, 4, 2, 64, 64, causal=True)
     runs = [case.run(cuda_kit.backend(deterministic=True, order=order)) for order in ("forward", "reverse", 7)]
@@ -269,14 +288,42 @@ def test_instructions_beside_the_tensor_cores(d, limit):
     assert seen["90"] <= seen["80"]
 
 
-CLEAN = [("backward", arch, d, with_dq) for arch, d, with_dq in [("80", 96, 1), ("86", 64, 1), ("120", 128, 1), ("80", 128, 0)]]
+# (direction, architecture, head dim, WITH_DQ) of which nothing lies in local memory, in either loop.
+CLEAN = [("backward", "80", 96, 1), ("backward", "86", 64, 1), ("backward", "120", 128, 1), ("backward", "80", 128, 0)]
+CLEAN += [("backward_queries", arch, d, 1) for arch in ("80", "90") for d in (64, 128)]
+MORE_CLEAN = [("backward", arch, d, 1) for arch in ("80", "86") for d in tiles.HEAD_DIMS]
+MORE_CLEAN += [("backward", "90", d, 1) for d in tiles.HEAD_DIMS if d != 192]
+MORE_CLEAN += [("backward", "100", d, 1) for d in (64, 128, 192, 256)]
+MORE_CLEAN += [("backward", "120", d, 1) for d in (64, 96, 128, 192)]
+MORE_CLEAN += [("backward_queries", arch, d, 1) for arch in ("80", "86", "90", "100", "120") for d in tiles.HEAD_DIMS]
 
 
 @needs_nvdisasm
 @pytest.mark.parametrize("direction, arch, d, with_dq", CLEAN)
 def test_nothing_in_local_memory(direction, arch, d, with_dq):
-    _, full, cut = paths(direction, arch, "bfloat16", d, d, WITH_DQ=with_dq)
+    clean(direction, arch, d, with_dq, "bfloat16")
+
+
+@needs_nvdisasm
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
+@pytest.mark.parametrize("direction, arch, d, with_dq", MORE_CLEAN)
+def test_nothing_in_local_memory_anywhere(direction, arch, d, with_dq, dtype):
+    clean(direction, arch, d, with_dq, dtype)
+
+
+def clean(direction, arch, d, with_dq, dtype):
+    _, full, cut = paths(direction, arch, dtype, d, d, WITH_DQ=with_dq)
     assert full.local == 0 and cut.local == 0
+
+
+@needs_nvdisasm
+@pytest.mark.parametrize("arch, d, limit", [("86", 64, 1.85), ("86", 128, 1.42), ("120", 64, 1.85), ("120", 128, 1.4)])
+def test_instructions_where_shared_memory_is_small(arch, d, limit):
+    """Within 99 KB, counted without the compiler's NOPs."""
+    assert tiles.backward(arch, "bfloat16", d, d).tile.shared <= 99 << 10
+    _, full, _ = paths("backward", arch, "bfloat16", d, d)
+    assert full.x_without_nops <= limit and full.local == 0
 
 
 # ---------------------------------------------------------------- sown faults
@@ -315,22 +362,44 @@ FAULTS = [
     ("backward", "f[2 * i] * (float)block.scale", "f[2 * i]", "dQ without the scale in every other column"),
     ("backward", "if (row < block.rows_q) {", "if (row <= block.rows_q) {", "a row beyond the last"),
     ("backward", "ds_frag[n][m][2 * e + i] = pack(ds0, ds1)", "ds_frag[n][m][2 * e + i] = pack(ds0, p1)", "dS without dP"),
-    ("backward_queries", TOP.format("const int keys"), "copies_wait<0>();\n            const int keys", "no barrier"),
-    ("backward_queries", TOP.format("const int keys"), TOP.format("const int keys").replace("<0>", "<1>"), "one stage less"),
+    ("backward", "if (key >= block.rows_k) continue;", "if (key > block.rows_k) continue;", "a row beyond the last is written"),
+    ("backward_queries", TOP.format("w.pin"), "copies_wait<0>();\n            w.pin", "no barrier"),
+    ("backward_queries", TOP.format("w.pin"), TOP.format("w.pin").replace("<0>", "<1>"), "one stage less"),
     ("backward_queries", "if (QUERIES_STAY) __syncthreads();", "", "K overwrites Q before it is in registers"),
     ("backward_queries", "< (u32)sight[m][i >> 1].y", "<= (u32)sight[m][i >> 1].y", "a mask that reaches one too far"),
     ("backward_queries", ": minus_delta[m])", ": s[m][0])", "dP starts at P"),
 ]
 
 
+SEEN = "key < block.rows_k ? block.pos[key] : -2147483647 - 1"
+TAIL_FAULTS = [
+    ("backward", SEEN, SEEN.replace("<", "<="), "the position of a key beyond the last is read"),
+    ("backward", SEEN, SEEN.replace("-2147483647 - 1", "0"), "a key beyond the last is seen"),
+    ("backward", "x.row, block.rows_k - first,", "x.row, block.rows_k + 1 - first,", "a row of K and V beyond the last is read"),
+    ("backward", "(tile + 1) * TILE_K <= block.rows_k,", "true,", "the last tile is taken for a full one"),
+    ("backward_queries", "shared_store(to, 1u << 31);", "shared_store(to, 0);", "a key beyond the last is seen"),
+    ("backward_queries", "+ key < block.rows_k)", "+ key <= block.rows_k)", "the position of a key beyond the last is read"),
+    ("backward_queries", "block.rows_k - key_k,", "block.rows_k + 1 - key_k,", "a row of K beyond the last is read"),
+    ("backward_queries", "block.rows_k - key_v,", "block.rows_k + 1 - key_v,", "a row of V beyond the last is read"),
+]
+
+
+@pytest.mark.parametrize("source, old, new", [f[:3] for f in TAIL_FAULTS], ids=[f"{f[0]}: {f[3]}" for f in TAIL_FAULTS])
+def test_sown_faults_beyond_the_last_key_are_found(source, old, new):
+    found_by(beyond_the_last_key(), source, old, new, strided=True)
+
+
 @pytest.mark.parametrize("source, old, new", [f[:3] for f in FAULTS], ids=[f"{f[0]}: {f[3]}" for f in FAULTS])
 def test_sown_faults_are_found(source, old, new):
+    found_by(Case(1, 130, 140, 1, 1, 64, 64, causal=True, scale=0.3), source, old, new)
+
+
+def found_by(case, source, old, new, **how):
     """By the machine's checks, or by the comparison with the oracle."""
-    case = Case(1, 130, 140, 1, 1, 64, 64, causal=True, scale=0.3)
     backend = cuda_kit.backend(deterministic=source == "backward_queries")
     if cuda_kit.REAL:
         pytest.skip("a GPU does not report races")
     backend._modules = Sown(backend._cupy, source, old, new)
     with pytest.raises((Fault, AssertionError)) as found:
-        case.check(case.run(backend))
+        case.check(case.run(backend, **how), small=bool(how))
     assert not str(found.value).startswith(old)

@@ -6,7 +6,7 @@ so that a shape that does not fit fails when it is compiled.  docs/kernels.md de
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 __all__ = ["ARCHITECTURES", "HEAD_DIMS", "SHARED_LIMIT", "Kernel", "Tile", "architecture", "kernel", "padded"]
 
@@ -196,30 +196,55 @@ class _Gradients:
     resident: int = 1
     dq_part: int = 8  # blocks of 16 columns of dQ at once
     pins: int = 0  # addresses that the compiler may not make before the loop
+    pins_alone: int | None = None  # the same where dQ is made elsewhere; None: 372 where a warp has its keys alone, else pins
+    bound: int = 0  # blocks that the compiler shall leave room for, where fewer run: it then takes fewer registers
+    known: int = 1  # 0: seldom used numbers stay in registers, as 32 bytes of shared memory would cost a block of threads
 
 
-# By the larger of the head dims.  docs/kernels.md tells why.
+# By the larger of the head dims.  docs/kernels.md tells why.  The pins differ by architecture and nothing else: which of them
+# leaves the loop without local memory is found by trying.
+_LARGE = {
+    32: _Gradients(64, 128, 4, 1, 2, 32, 16, 0, 2, 2, 3, pins=260),
+    64: _Gradients(64, 128, 4, 1, 2, 32, 16, 0, 4, 2, 2, pins=260),
+    96: _Gradients(64, 128, 8, 2, 2, 32, 32, 0, 6, 2, pins=1284),
+    128: _Gradients(64, 128, 8, 2, 2, 32, 32, 0, 1, 2),
+    192: _Gradients(64, 64, 8, 2, 1, 32, 32, 0, 0, 2, pins=1280),
+    256: _Gradients(64, 64, 8, 2, 1, 32, 32, 0, 0, 1, dq_part=2, pins=1280),
+}
+# sm_86, 89, 120: 99 KB a block of threads, 100 KB a multiprocessor
+_SMALL = {
+    32: _Gradients(64, 128, 4, 1, 2, 32, 16, 0, 2, 2, 2, pins=260, bound=3),
+    64: _Gradients(64, 128, 4, 1, 2, 32, 16, 0, 4, 1, 2, pins=260, known=0),
+    96: _Gradients(64, 128, 8, 1, 1, 32, 32, 0, 6, 1, pins=1280),
+    128: _Gradients(64, 128, 8, 1, 1, 32, 32, 0, 8, 1, pins=1280),
+    192: _Gradients(64, 64, 8, 2, 1, 32, 32, 0, 12, 1, pins=1280),
+    256: _Gradients(32, 64, 8, 2, 1, 16, 16, 0, 16, 1, dq_part=2, pins=384),
+}
 _BACKWARD = {
-    "80": {
-        32: _Gradients(64, 128, 4, 1, 2, 32, 16, 0, 2, 2, 3, pins=260),
-        64: _Gradients(64, 128, 4, 1, 2, 32, 16, 0, 4, 2, 2, pins=260),
-        96: _Gradients(64, 128, 8, 2, 2, 32, 32, 0, 6, 2, pins=260),
-        128: _Gradients(64, 128, 8, 2, 2, 32, 32, 0, 1, 2),
-        192: _Gradients(64, 64, 8, 2, 1, 32, 32, 0, 0, 2, pins=256),
-        256: _Gradients(64, 64, 8, 2, 1, 32, 32, 0, 0, 1, dq_part=2, pins=256),
+    "80": _LARGE,
+    "90": {
+        **_LARGE,
+        32: replace(_LARGE[32], pins=388),
+        96: replace(_LARGE[96], pins=1412),
+        128: replace(_LARGE[128], kept_v=0, pins_alone=1024),
+        192: replace(_LARGE[192], pins=1284),
     },
-    # sm_86, 89, 120: 99 KB a block of threads, 100 KB a multiprocessor
-    "86": {
-        32: _Gradients(64, 128, 4, 1, 2, 32, 16, 0, 2, 2, 2, pins=256),
-        64: _Gradients(64, 128, 4, 1, 2, 32, 16, 0, 4, 1, 2, pins=260),
-        96: _Gradients(64, 128, 8, 1, 1, 32, 32, 0, 6, 1, pins=256),
-        128: _Gradients(64, 128, 8, 1, 1, 16, 16, 0, 8, 1, pins=260),
-        192: _Gradients(64, 64, 8, 2, 1, 32, 32, 0, 12, 1, pins=256),
-        256: _Gradients(32, 64, 8, 2, 1, 16, 16, 0, 16, 1, dq_part=2, pins=256),
+    "100": {
+        **_LARGE,
+        32: replace(_LARGE[32], chunk=16, pins=264),
+        64: replace(_LARGE[64], pins=388),
+        96: replace(_LARGE[96], pins=1412, pins_alone=260),
+        128: replace(_LARGE[128], kept_v=0, pins_alone=1024),
+    },
+    "86": _SMALL,
+    "89": _SMALL,
+    "120": {
+        **_SMALL,
+        64: replace(_SMALL[64], pins=772),
     },
     # 64 KB
     "75": {
-        32: _Gradients(64, 128, 4, 1, 2, 32, 16, 0, 2, 1, 2, pins=256),
+        32: _Gradients(64, 128, 4, 1, 2, 32, 16, 0, 2, 1, 1, pins=256, bound=2),
         64: _Gradients(64, 128, 4, 1, 2, 16, 16, 0, 4, 1, pins=260),
         96: _Gradients(64, 64, 4, 1, 1, 32, 32, 0, 6, 1, pins=260),
         128: _Gradients(32, 128, 8, 1, 1, 32, 32, 0, 8, 1, pins=256),
@@ -227,8 +252,7 @@ _BACKWARD = {
         256: _Gradients(32, 32, 4, 2, 1, 16, 16, 0, 16, 1, dq_part=2, pins=256),
     },
 }
-_BACKWARD["89"] = _BACKWARD["120"] = _BACKWARD["86"]
-_BACKWARD["90"] = _BACKWARD["100"] = _BACKWARD["80"]
+
 
 def _half(arch: str, dtype: str) -> int:
     if dtype not in _HALVES:
@@ -255,15 +279,19 @@ def backward(arch: str, dtype: str, d: int, dv: int) -> Kernel:
         shape.keys * 2 * (d + (0 if stays else dv))
         + shape.stages * shape.queries * (2 * (d + dv) + 16)
         + shape.sharers * shape.keys * 2 * shape.queries
+        + 32 * shape.known
     )
     tile = Tile(shape.queries, shape.keys, shape.warps, shape.stages, shared, shape.resident)
+    alone = shape.pins_alone
+    if alone is None:
+        alone = 372 if shape.sharers == 1 and dv <= shape.queries else shape.pins
     defines = {
         "TYPE": kind, "HEAD_DIM": d, "HEAD_DIM_V": dv, "TILE_Q": shape.queries, "TILE_K": shape.keys,
         "WARPS": shape.warps, "STAGES": shape.stages, "SHARED": shared, "SHARED_LIMIT": SHARED_LIMIT[arch],
         "SHARERS": shape.sharers, "FRAGMENTS": shape.fragments, "CHUNK": shape.chunk, "PART": shape.part,
-        "K_KEPT": shape.kept_k, "V_KEPT": kept_v, "RESIDENT": shape.resident,
+        "K_KEPT": shape.kept_k, "V_KEPT": kept_v, "RESIDENT": shape.bound or shape.resident,
         "DQ_ROWS": min(shape.warps // columns, shape.queries // 16), "DQ_COLUMNS": columns, "DQ_PART": shape.dq_part,
-        "PINS": shape.pins,
+        "PINS": shape.pins, "PINS_ALONE": alone, "KNOWN": shape.known,
     }  # fmt: skip
     return Kernel("backward", tile, defines, sum_bytes=4 * d, prepared_bytes=24)
 
@@ -285,20 +313,23 @@ class _Queries:
     fences: int = 0  # places that loads do not pass: the compiler would start more than registers hold
 
 
+_QUERIES_LARGE = {
+    32: _Queries(128, 64, 4, 2, 16, 16, 2, 2, 2, 2),
+    64: _Queries(128, 64, 4, 2, 16, 16, 4, 4, 2, 2, fences=7),
+    96: _Queries(128, 64, 8, 1, 16, 16, 6, 6, 2),
+    128: _Queries(128, 64, 8, 1, 32, 32, 8, 8, 2),
+    192: _Queries(128, 64, 8, 1, 32, 32, 0, 0, 1),
+    256: _Queries(128, 32, 8, 1, 32, 16, 0, 0, 1),
+}
 _BACKWARD_QUERIES = {
-    "80": {
-        32: _Queries(128, 64, 4, 2, 32, 16, 2, 2, 2, 2, fences=7),
-        64: _Queries(128, 64, 4, 2, 32, 16, 4, 4, 2, 2, fences=7),
-        96: _Queries(128, 64, 4, 2, 32, 16, 0, 0, 2, fences=7),
-        128: _Queries(128, 64, 4, 2, 32, 16, 0, 0, 2, fences=7),
-        192: _Queries(128, 64, 8, 1, 32, 32, 0, 0, 1),
-        256: _Queries(128, 32, 8, 1, 32, 16, 0, 0, 1),
+    "80": _QUERIES_LARGE,
+    "90": {
+        **_QUERIES_LARGE,
+        192: _Queries(128, 64, 8, 1, 32, 32, 0, 0, 2, fences=7),
+        256: _Queries(128, 32, 8, 1, 32, 16, 0, 0, 2, fences=7),
     },
     "86": {
-        32: _Queries(128, 64, 4, 2, 32, 16, 2, 2, 2, 2, fences=7),
-        64: _Queries(128, 64, 4, 2, 32, 16, 4, 4, 2, 2, fences=7),
-        96: _Queries(128, 32, 4, 2, 32, 16, 0, 0, 2, fences=7),
-        128: _Queries(128, 32, 4, 2, 32, 16, 0, 0, 2, fences=7),
+        **_QUERIES_LARGE,
         192: _Queries(64, 32, 4, 1, 32, 32, 0, 0, 2),
         256: _Queries(64, 32, 4, 1, 32, 16, 0, 0, 1),
     },
@@ -312,11 +343,7 @@ _BACKWARD_QUERIES = {
     },
 }
 _BACKWARD_QUERIES["89"] = _BACKWARD_QUERIES["120"] = _BACKWARD_QUERIES["86"]
-_BACKWARD_QUERIES["90"] = _BACKWARD_QUERIES["100"] = {
-    **_BACKWARD_QUERIES["80"],
-    192: _Queries(128, 64, 8, 1, 32, 32, 0, 0, 2, fences=7),
-    256: _Queries(128, 32, 8, 1, 32, 16, 0, 0, 2, fences=7),
-}
+_BACKWARD_QUERIES["100"] = _BACKWARD_QUERIES["90"]
 
 
 def backward_queries(arch: str, dtype: str, d: int, dv: int) -> Kernel:
@@ -332,7 +359,7 @@ def backward_queries(arch: str, dtype: str, d: int, dv: int) -> Kernel:
     kept_q, kept_do = min(shape.kept_q, d // 16), min(shape.kept_do, dv // 16)
     queries, loop = shape.queries * 2 * (d + dv), shape.stages * shape.keys * (2 * (d + dv) + 4)
     stay = kept_q == d // 16 and kept_do == dv // 16
-    shared = max(queries, loop) if stay else queries + loop
+    shared = (max(queries, loop) if stay else queries + loop) + 32
     tile = Tile(shape.queries, shape.keys, shape.warps, shape.stages, shared, shape.resident)
     defines = {
         "TYPE": kind, "HEAD_DIM": d, "HEAD_DIM_V": dv, "TILE_Q": shape.queries, "TILE_K": shape.keys,
