@@ -188,6 +188,10 @@ def test_a_rank_without_memory_for_results(comm, monkeypatch, call):
     monkeypatch.undo()
     assert time.perf_counter() - began < 20
     told = comm.allgather(told)
+    if call == "forward":  # results are made before anything is sent, and all ranks say the same
+        assert set(told) == {"MemoryError: rank 0: the shop is sold out"}
+        attn.close()
+        return
     assert told[0] == "MemoryError: the shop is sold out"
     heard = f"PeerError: rank 0 stopped in {call}: {told[0]}"
     assert all(t == heard for t in told[1:]) if call != "shard" else set(told[1:]) <= {heard, "done"}
