@@ -119,9 +119,6 @@ def naive(dout, q, k, v, *, narrow=False, **options):
     noise = ulp * scores.scale * rms(dout) * rms(v) * v.shape[3] ** 0.5
     spread = lambda axis: float(np.sqrt((p.astype(np.float64) ** 2).sum(axis=axis).mean()))  # noqa: E731
     floors = (ulp * spread(3) * rms(v), noise * spread(3) * rms(k), noise * spread(2) * rms(q), ulp * spread(2) * rms(dout))
-    # These are standard deviations; of m errors that are drawn by chance the rms is seldom above them by 3 / sqrt(2 m).
-    luck = 1 + 3 / np.sqrt(2 * max(1, q.shape[0] * q.shape[2] * int(mask.sum())))
-    floors = tuple(floor * luck for floor in floors)
     return out.transpose(0, 2, 1, 3), lse, dq, dk, dv, floors
 
 
