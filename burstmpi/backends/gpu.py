@@ -140,10 +140,13 @@ class Gpu:
                 return self.cupy.ndarray((nbytes,), np.uint8, cuda.MemoryPointer(cuda.Memory(nbytes), 0))
             except Exception as error:  # OutOfMemoryError, or the runtime's own
                 if "emory" not in str(error) or attempt:
-                    free, total = cuda.runtime.memGetInfo()
-                    text = f"GPU {self.device.id}: {free} of {total} bytes are free; {reason(error)}"
-                    raise MemoryError(text) from None
+                    raise MemoryError(self.lack(error)) from None
                 self.cupy.get_default_memory_pool().free_all_blocks()  # what CuPy keeps and nobody uses
+
+    def lack(self, error) -> str:
+        """What there is of memory, and an error of who found too little of it."""
+        free, total = self.cupy.cuda.runtime.memGetInfo()
+        return f"GPU {self.device.id}: {free} of {total} bytes are free; {reason(error)}"
 
 
 class GpuMemory:
@@ -174,9 +177,7 @@ class GpuMemory:
         try:
             return self._cupy.empty(shape, dtype)
         except MemoryError as error:
-            free, total = self._cupy.cuda.runtime.memGetInfo()
-            text = f"a result of shape {tuple(shape)}: GPU {self.gpu.device.id}: {free} of {total} bytes are free; {reason(error)}"
-            raise MemoryError(text) from None
+            raise MemoryError(f"a result of shape {tuple(shape)}: {self.gpu.lack(error)}") from None
 
     @contextmanager
     def on(self):
