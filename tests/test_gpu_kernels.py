@@ -1,7 +1,7 @@
 """The ring on GPUs with the library's own kernels, on the PTX machine or a GPU, against the float64 reference.
 
 By default a few cases; `-m slow` has every rule with every layout on 1 to 4 ranks (220 cells, types, ways and transports dealt out
-so that all pairs meet), and every type, way and transport in four chosen pairs.
+so that all pairs meet), every type, way and transport in four chosen pairs, and the full product (3520 cells, some hours).
 """
 
 from contextlib import contextmanager
@@ -100,6 +100,16 @@ def test_kernels_with_every_rule_and_layout(comm, rule, layout):
 @pytest.mark.parametrize("rule, layout", [("causal", "zigzag"), ("everything", "explicit"), ("documents", "striped"), ("window", "mixed")])
 def test_kernels_in_the_ring_with_every_type(comm, rule, layout, dtype, backward, transport, deterministic):
     with_kernels(comm, rule, layout, dtype, backward, transport, deterministic)
+
+
+@pytest.mark.slow
+@pytest.mark.mpi(ranks=RANKS)
+@pytest.mark.parametrize("dtype, backward, transport", WAYS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("rule", RULES)
+def test_kernels_in_the_full_product(comm, rule, layout, dtype, backward, transport):
+    """Hours: rules × layouts × types × ways × transports, on each number of ranks."""
+    with_kernels(comm, rule, layout, dtype, backward, transport)
 
 
 @pytest.mark.slow
