@@ -27,6 +27,7 @@ from .parser import PtxError
 from .program import allocate_registers, is_terminator
 from .sanitizer import GlobalOwners, SharedShadow
 from .stored import parsed
+from .stretches import Stretches, core
 
 PATIENCE = 4096  # stretches of code after which a group that is ready gets its turn
 
@@ -34,14 +35,21 @@ PATIENCE = 4096  # stretches of code after which a group that is ready gets its 
 class Group:
     """Lanes that run together.  `where` is the NumPy mask argument: True if all lanes are in."""
 
-    __slots__ = ("mask", "full", "where", "_lanes", "run", "warps")
+    __slots__ = ("mask", "full", "where", "_lanes", "run", "warps", "_address")
 
     def __init__(self, run, mask, full=None):
         self.run, self.mask = run, mask
         self.full = bool(mask.all()) if full is None else full
         self.where = True if self.full else mask
-        self._lanes = None
+        self._lanes = self._address = None
         self.warps = None
+
+    @property
+    def address(self):
+        """Where the mask is, for C: None if all lanes are in."""
+        if self._address is None and not self.full:
+            self._address = self.mask.__array_interface__["data"][0]
+        return self._address
 
     @property
     def lanes(self):
@@ -252,7 +260,7 @@ class Run:
             if self.check and size
             else None
         )
-        self.registers = allocate_registers(program, self.total)
+        self.registers, self.register_arrays = allocate_registers(program, self.total)
         self.params = np.zeros(max(16, program.function.param_bytes + 16), np.uint8)
         self.block_xyz = [np.zeros(self.total, np.uint32) for _ in range(3)]
         self.thread_xyz = [np.zeros(self.total, np.uint32) for _ in range(3)]
@@ -263,30 +271,68 @@ class Run:
         self._bind()
 
     def _bind(self):
-        binder = Binder(self)
-        self.ops, self.controls = [], {}
-        for ins in self.program.code:
-            try:
-                if is_terminator(ins):
-                    self.ops.append(None)
-                    self.controls[ins.pc] = self._control(binder, ins)
-                    continue
-                builder = BUILDERS.get(ins.op)
-                if builder is None:
-                    raise PtxError(
-                        "kernel %s, PTX line %d: unknown instruction %s"
-                        % (self.program.name, ins.line, ins.opcode)
-                    )
-                operation = builder(binder, ins)
-            except PtxError:
-                raise
-            except Exception as error:
-                raise PtxError(
-                    "kernel %s, PTX line %d: %s cannot be read: %s: %s"
-                    % (self.program.name, ins.line, ins.opcode, type(error).__name__, error)
-                ) from error
-            self.ops.append(operation if ins.pred is None else self._predicated(operation, *ins.pred))
-        self._slices = {}
+        """Make the functions of the instructions: all of them once a program, so that an error in it is found, else
+        each when it is first needed."""
+        self.binder = Binder(self)
+        self.ops, self.controls, self._slices = [None] * len(self.program.code), {}, {}
+        if not getattr(self.program, "bound", False):
+            for ins in self.program.code:
+                if not is_terminator(ins):
+                    self.operation(ins.pc)
+                else:
+                    self.control(ins.pc)
+            self.program.bound = True
+        self.at = None  # the pc inside of a stretch, where NumPy took over
+        self.stretches = Stretches(self, self.binder) if core() else None
+
+    def _made(self, make, ins):
+        """Return make(ins) with the errors of a builder as those of the program."""
+        try:
+            return make(ins)
+        except PtxError:
+            raise
+        except Exception as error:
+            raise PtxError(
+                "kernel %s, PTX line %d: %s cannot be read: %s: %s"
+                % (self.program.name, ins.line, ins.opcode, type(error).__name__, error)
+            ) from error
+
+    def _build(self, ins):
+        builder = BUILDERS.get(ins.op)
+        if builder is None:
+            raise PtxError(
+                "kernel %s, PTX line %d: unknown instruction %s" % (self.program.name, ins.line, ins.opcode)
+            )
+        operation = builder(self.binder, ins)
+        return operation if ins.pred is None else self._predicated(operation, *ins.pred)
+
+    def operation(self, pc):
+        """Return the function of the instruction at `pc`, no terminator."""
+        if self.ops[pc] is None:
+            self.ops[pc] = self._made(self._build, self.program.code[pc])
+        return self.ops[pc]
+
+    def control(self, pc):
+        """Return the function of the terminator at `pc`, or None for another instruction."""
+        if pc not in self.controls:
+            ins = self.program.code[pc]
+            self.controls[pc] = self._made(self._control, ins) if is_terminator(ins) else None
+        return self.controls[pc]
+
+    def _slice(self, pc, end):
+        """Return [(pc, function)] of the instructions from `pc` to `end`, simple ones together."""
+        out, stretches = [], self.stretches
+        while pc < end:
+            behind = pc
+            while stretches is not None and behind < end and stretches.takes(behind):
+                behind += 1
+            if behind > pc:
+                out.append((pc, stretches.stretch(pc, behind)))
+            else:
+                out.append((pc, self.operation(pc)))
+                behind += 1
+            pc = behind
+        return out
 
     def _predicated(self, operation, name, negate):
         predicate = self.registers[name]
@@ -336,6 +382,9 @@ class Run:
         self.local.reset()
         if self.shadow is not None:
             self.shadow.reset()
+        if self.stretches is not None:
+            self.stretches.begin()
+        self.at = None
         self.copies = []  # cp.async under way
         self.committed = np.zeros(self.total, np.int64)  # groups that each lane has committed
         self.exited = ~self.exists
@@ -360,20 +409,18 @@ class Run:
 
     def _run_group(self, pc, g):
         """Run `g` from `pc` as long as it stays whole and nobody else is before it."""
-        end_of, slices, ops = self.program.block_end, self._slices, self.ops
+        end_of, slices = self.program.block_end, self._slices
         while True:
             self.serial += 1  # fragments decoded before are void
             end = int(end_of[pc])
-            control = self.controls.get(end - 1)
-            stop = end - 1 if control else end
+            control = self.control(end - 1)
             code = slices.get(pc)
             if code is None:
-                code = slices[pc] = ops[pc:stop]
+                code = slices[pc] = self._slice(pc, end - 1 if control else end)
             at = pc
             try:
-                for operation in code:
+                for at, operation in code:
                     operation(g)
-                    at += 1
             except Incomplete:
                 if self.counters is not None:
                     self.counters.executed(pc, at, g)
@@ -383,7 +430,7 @@ class Run:
                 pc = at
                 # Run the instruction itself now that its warps are whole, then go on behind it.
                 self.ready_pc, self.serial = at, self.serial + 1
-                self.ops[at](g)
+                self.operation(at)(g)
                 self.ready_pc = -1
                 if self.counters is not None:
                     self.counters.executed(at, at + 1, g)
@@ -395,7 +442,7 @@ class Run:
             except (Fault, PtxError):
                 raise
             except Exception as error:
-                ins = self.program.code[at]
+                ins = self.program.code[at if self.at is None else self.at]
                 raise RuntimeError(
                     "kernel %s, PTX line %d, %s: %s: %s"
                     % (self.program.name, ins.line, ins.opcode, type(error).__name__, error)
@@ -407,7 +454,7 @@ class Run:
                 raise self.fault(
                     "no end",
                     "%d instructions and no end in sight" % self.steps,
-                    self.program.code[at if at < len(ops) else -1],
+                    self.program.code[end - 1 if control else min(end, len(self.ops) - 1)],
                     g.lanes[0],
                 )
             if control is None:
@@ -550,7 +597,7 @@ class Run:
                 )
 
     # --- control flow -----------------------------------------------------------------------------
-    def _control(self, binder, ins):
+    def _control(self, ins):
         """Return f(group) -> [(pc, mask)] for a block's last instruction."""
         predicate = self.registers[ins.pred[0]] if ins.pred else None
         negate = bool(ins.pred and ins.pred[1])
@@ -572,7 +619,7 @@ class Run:
 
             return branch
         if op == "brx":
-            index, targets = binder.source(ins.args[0], "u32"), ins.target
+            index, targets = self.binder.source(ins.args[0], "u32"), ins.target
 
             def switch(g):
                 values = np.broadcast_to(index, (self.total,))
@@ -610,7 +657,7 @@ class Run:
                 return [(pc + 1, g.mask)]
 
             return trap
-        return barrier_control(self, binder, ins, predicate, negate)
+        return barrier_control(self, self.binder, ins, predicate, negate)
 
 
 MEMBER_OPERAND = {"shfl": -1, "vote": -1, "match": -1, "redux": -1, "elect": -1, "bar": 0, "barrier": 0}

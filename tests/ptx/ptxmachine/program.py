@@ -271,9 +271,9 @@ def plan_registers(program):
 
 
 def allocate_registers(program, lanes):
-    """Return {register name: array over `lanes`}."""
+    """Return {register name: array over `lanes`}, and the arrays in the order of the plan."""
     if not hasattr(program, "register_plan"):
         program.register_plan = plan_registers(program)
     numbers, types = program.register_plan
     arrays = [np.zeros(lanes, dtype) for dtype in types]
-    return {name: arrays[number] for name, number in numbers.items()}
+    return {name: arrays[number] for name, number in numbers.items()}, arrays
