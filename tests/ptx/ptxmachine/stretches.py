@@ -226,8 +226,9 @@ def _compare(ins):
     values = ins.args[1:3]
     if combine is None and second is None:
         return _step(ins, name, [kind] * 2, target=first)
-    if ins.pred is not None or len(ins.args) != (4 if combine else 3):
-        return None
+    guarded = ins.pred is not None and second is not None and first[1:2] == (ins.pred[0],)
+    if guarded or len(ins.args) != (4 if combine else 3):
+        return None  # the first result would change the predicate of the second
     # Results wait in scratch arrays until all operands have been read.
     out = _step(ins, name, [kind] * 2, values, ("_", 0))
     results = [(("_", 0), first)]

@@ -116,7 +116,8 @@ EXTEND(s32, u64)
 /* --- float32: fl flushes subnormals (.ftz), one clamps (.sat), nan32 makes every NaN 0x7fffffff ----- */
 #define SINGLE2(op, F)                                                                                                 \
     OP2(op##_f32, f32, f32, f32, nan32(F(a, b)))                                                                       \
-    OP2(op##_ftz_f32, f32, f32, f32, nan32(fl(F(fl(a), fl(b)))))                                                       \
+    OP2(op##_ftz_f32, f32, f32, f32, nan32(fl(F(fl(a), fl(b)))))
+#define SATURATED(op, F)                                                                                               \
     OP2(op##_sat_f32, f32, f32, f32, one(F(a, b)))                                                                     \
     OP2(op##_ftz_sat_f32, f32, f32, f32, one(fl(F(fl(a), fl(b)))))
 #define sum(a, b) ((a) + (b))
@@ -132,6 +133,9 @@ SINGLE2(min, min32)
 SINGLE2(max, max32)
 SINGLE2(min_NaN, min32_nan)
 SINGLE2(max_NaN, max32_nan)
+SATURATED(add, sum)
+SATURATED(sub, difference)
+SATURATED(mul, product)
 OP3(fma_f32, f32, f32, f32, f32, nan32(__builtin_fmaf(a, b, c)))
 OP3(fma_ftz_f32, f32, f32, f32, f32, nan32(fl(__builtin_fmaf(fl(a), fl(b), fl(c)))))
 OP3(fma_sat_f32, f32, f32, f32, f32, one(__builtin_fmaf(a, b, c)))
@@ -260,6 +264,7 @@ OP1(cvt_ftz_sat_f32_f32, f32, f32, one(fl(a)))
 #undef wide_add
 #undef EXTEND
 #undef SINGLE2
+#undef SATURATED
 #undef sum
 #undef difference
 #undef product
