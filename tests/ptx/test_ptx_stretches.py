@@ -268,6 +268,63 @@ def test_every_operation_gives_the_same_bits():
     assert {name for name, (number, _) in operations.items() if number not in used} == set()
 
 
+def warp_instructions():
+    """Yield PTX of what C does for whole warps."""
+    for mode, c in itertools.product(("up", "down", "bfly", "idx"), ("0x1f", "0x0", "0x181f", "0x0c17", "%r3")):
+        yield "shfl.sync.%s.b32 %%r0|%%p1, %%r1, %%r2, %s, 0xffffffff;" % (mode, c)
+        yield "shfl.sync.%s.b32 %%r1, %%r1, 5, %s, -1;" % (mode, c)
+    r = lambda *numbers: "{%s}" % ", ".join("%%r%d" % n for n in numbers)
+    d = lambda *numbers: "{%s}" % ", ".join("%%d%d" % n for n in numbers)
+    for kind in ("f16", "bf16"):
+        yield "mma.sync.aligned.m16n8k16.row.col.f32.%s.%s.f32 %s, %s, %s, %s;" % (
+            kind, kind, r(0, 1, 2, 3), r(2, 3, 4, 5), r(0, 1), r(0, 1, 2, 3)
+        )  # fmt: skip
+        yield "mma.sync.aligned.m16n8k8.row.col.f32.%s.%s.f32 %s, %s, {%%r5}, %s;" % (
+            kind, kind, r(0, 1, 2, 3), r(2, 3), r(5, 4, 3, 2)
+        )  # fmt: skip
+    yield "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 %s, %s, %s, %s;" % (
+        r(0, 1, 2, 3), r(2, 3, 4, 5), r(0, 1), r(0, 1, 2, 3)
+    )  # fmt: skip
+    yield "mma.sync.aligned.m16n8k4.row.col.f32.tf32.tf32.f32 %s, %s, {%%r0}, %s;" % (r(0, 1, 2, 3), r(2, 3), r(4, 1, 2, 3))
+    yield "mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 %s, {%%d1}, {%%d2}, %s;" % (d(0, 3), d(4, 5))
+    yield "mma.sync.aligned.m16n8k8.row.col.f64.f64.f64.f64 %s, %s, %s, %s;" % (
+        d(0, 1, 2, 3), d(2, 3, 4, 5), d(1, 0), d(5, 1, 2, 3)
+    )  # fmt: skip
+
+
+@needs_c
+def test_instructions_of_warps_give_the_same_bits():
+    """Shuffles and products of matrices, with all warps or some; sums of matrices go over k in order here and in BLAS."""
+    code = [text for one in warp_instructions() for text in (one, "@%p5 " + one)]
+    run = bound("\n".join(code))
+    rng = np.random.default_rng(1)
+    masks = [np.ones(LANES, bool), np.repeat(rng.random(LANES // 32) < 0.5, 32)]
+    arrays, done = run.register_arrays, 0
+    with np.errstate(all="ignore"):
+        for style in ("special", "near", "wild", "near", "near"):
+            fill(rng, arrays, style)
+            run.registers["%p5"][:] = np.repeat(rng.random(LANES // 32) < 0.5, 32)
+            before = [array.copy() for array in arrays]
+            for (pc, text), mask in itertools.product(enumerate(code), masks):
+                assert run.stretches.takes(pc), text
+                results, numpy = [], run.operation(pc)
+                for function in (run.stretches.stretch(pc, pc + 1), numpy):
+                    for array, old in zip(arrays, before):
+                        array[:] = old
+                    run.serial += 1
+                    run.ops[pc] = lambda g: called.append(pc) or numpy(g)
+                    called = []
+                    function(Group(run, mask))
+                    done += not called
+                    run.ops[pc] = numpy
+                    results.append([array.copy() for array in arrays])
+                for got, expected in zip(*results):
+                    wrong = np.flatnonzero(got != expected)
+                    assert not len(wrong), "%s, %s, lane %d" % (text, style, wrong[0])
+    # The second of each pair is NumPy itself; only f64 products with a NaN among the results come back to it.
+    assert done - len(code) * 5 * 2 >= 0.9 * len(code) * 5 * 2
+
+
 def recorded(patch, lanes, work):
     """Run work() with PTX_MACHINE_LANES=lanes; return (instructions that C took, digests after every chunk of blocks)."""
     digests, taken, real = [], [0], Run.execute

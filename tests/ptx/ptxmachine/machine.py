@@ -422,6 +422,7 @@ class Run:
                 for at, operation in code:
                     operation(g)
             except Incomplete:
+                at, self.at = at if self.at is None else self.at, None
                 if self.counters is not None:
                     self.counters.executed(pc, at, g)
                 g = self._gather(at, g)
@@ -559,6 +560,8 @@ class Run:
         rest = mask & ~ready
         if rest.any():
             self.waiting[pc] = rest
+        if self.stretches is not None:
+            self.stretches.memory.waiting = bool(self.waiting)
         return Group(self, ready) if ready.any() else None
 
     def member_mask(self, ins):

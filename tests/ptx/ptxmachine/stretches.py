@@ -19,6 +19,7 @@ from burstmpi.backends import compile
 from .binding import WINDOWS, Binder
 from .memory import GLOBAL_BASE, PARAM_WINDOW
 from .ops_memory import HINTS, shape_of, space_of
+from .ops_mma import SHAPES
 from .parser import SIZES
 from .program import TYPES, is_terminator, plan_registers
 
@@ -37,14 +38,15 @@ RECORD = np.dtype(
         ("words", np.uint8),
         ("signed", np.uint8),
         ("wide", np.uint8),
-        ("pad", np.uint8),
+        ("mode", np.uint8),
         ("offset", np.int64),
-        ("slot", np.int32, 8),
+        ("slot", np.int32, 24),
     ]
 )
-GLOBAL, SHARED, LOCAL = range(3)
-LOAD, STORE, ADD = range(3)
-BASE_SLOT = 7  # of an access: where the address is
+GLOBAL, SHARED, LOCAL, PARAM = range(4)
+LOAD, STORE, ADD, MULTIPLY, MATRICES, SHUFFLE = range(6)
+FORMATS = ("bf16", "f16", "tf32", "f64")
+SHUFFLES = ("up", "down", "bfly", "idx")
 
 _POINTERS = "wrote read clock known floor turn turns writer author"
 
@@ -73,6 +75,9 @@ class Memory(ctypes.Structure):
         ("local_valid", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("shadow", "warps", "granule", "total", "between_lanes")),
         *((name, ctypes.c_void_p) for name in _POINTERS.split()),
+        ("params", ctypes.c_void_p),
+        ("param_bytes", ctypes.c_int64),
+        ("waiting", ctypes.c_int64),
         ("scratch", ctypes.c_void_p),
     ]
 
@@ -353,6 +358,10 @@ STEPS = {
 }
 
 
+VERBS = dict.fromkeys(("ld", "st", "red", "atom"), "_access")
+VERBS |= {"mma": "_multiply", "ldmatrix": "_matrices", "shfl": "_shuffle"}
+
+
 class Table:
     """The records of a program, and what its slots are."""
 
@@ -366,11 +375,18 @@ class Table:
         for ins in program.code:
             self.first.append(len(rows))
             made = None if is_terminator(ins) else self._records(ins)
-            self.memory.append(bool(made) and made[0][0] < 0)
+            self.memory.append(bool(made) and ins.op in ("ld", "st", "red", "atom", "ldmatrix") and made[0][0] < 0)
             rows += made or ()
             self.pcs += [ins.pc] * len(made or ())
         self.first.append(len(rows))
-        self.records = np.array(rows, RECORD) if rows else np.zeros(0, RECORD)
+        self.records = np.zeros(len(rows), RECORD)
+        if rows:
+            *fields, slots, bases = zip(*rows)
+            for name, column in zip(RECORD.names, fields):
+                self.records[name] = column
+            width = RECORD["slot"].shape[0] - 1
+            self.records["slot"][:, :width] = [row + [0] * (width - len(row)) for row in slots]
+            self.records["slot"][:, width] = bases
 
     # --- operands ---------------------------------------------------------------------------------
     def _storage(self, name):
@@ -412,8 +428,8 @@ class Table:
     # --- instructions -----------------------------------------------------------------------------
     def _records(self, ins):
         """Return the records of an instruction, or None: it is the builder's."""
-        if ins.op in ("ld", "st", "red"):
-            return self._access(ins)
+        if ins.op in VERBS:
+            return getattr(self, VERBS[ins.op])(ins)
         steps = None
         if ins.op == "cvt":
             target = ins.args[0]
@@ -447,32 +463,19 @@ class Table:
     def _gives_predicate(name, sources):
         return name.startswith("setp_") or name.endswith("_pred") or (name == "mov_u8" and sources[0][1] == "pred")
 
-    def _row(self, ins, op, flip, slots, kind=0, nbytes=0, words=0, signed=0, wide=0, offset=0, base=0):
+    def _row(self, ins, op, flip, slots, kind=0, size=0, words=0, signed=0, wide=0, mode=0, offset=0, base=0):
         predicate, negate = (self.numbers[ins.pred[0]], ins.pred[1]) if ins.pred else (-1, False)
-        slots = slots + [0] * (BASE_SLOT - len(slots)) + [base]
-        return (op, predicate, negate, flip, kind, nbytes, words, signed, wide, 0, offset, slots)
+        return op, predicate, negate, flip, kind, size, words, signed, wide, mode, offset, slots, base
 
-    def _access(self, ins):
-        """ld, st and red.add of floats, of one space, up to 16 bytes."""
-        kind, space = ins.mods[-1], space_of(ins)
-        mods = [m for m in ins.mods[:-1] if m not in HINTS and m.split("::")[0] not in WINDOWS]
-        vector = mods.pop() if mods and mods[-1] in ("v2", "v4") else None
-        memory, value = (ins.args[1], ins.args[0]) if ins.op == "ld" else (ins.args[0], ins.args[1])
-        if kind not in SIZES or kind in ("pred", "b128") or memory[0] != "m":
+    def _verb(self, ins, slots, verb, space=0, **fields):
+        """One record of what is no elementwise operation, or None where an operand does not fit."""
+        if None in slots or fields.get("base", 0) is None:
             return None
-        kind, count, size = shape_of(ins)
-        parts = value[1] if value[0] == "v" else [value]
+        return [self._row(ins, -1, 0, slots, verb << 4 | space, **fields)]
+
+    def _place(self, memory, space):
+        """Return (space, fields of the address) of a memory operand, or None."""
         base, offset = memory[1:]
-        if len(parts) != count or (value[0] == "v") != (vector is not None):
-            return None
-        if ins.op == "ld" and base[0] == "s" and any(p.name == base[1] for p in self.program.function.params):
-            fits = space in ("param", "generic") and mods in ([], ["param"])
-            return self._parameter(ins, kind, size, parts, base[1], offset) if fits else None
-        if ins.op == "red":
-            if mods != ["add"] or kind not in ("f32", "f64") or space != "global" or vector:
-                return None
-        elif mods:
-            return None
         if base[0] == "s":
             if base[1] in self.program.local_offsets:
                 space = "local"
@@ -484,20 +487,90 @@ class Table:
             slot = self._register(base, 8 if wide else 4, False)
         else:
             return None
-        spaces = {"global": GLOBAL, "shared": SHARED, "local": LOCAL}
-        if space not in spaces or count * size > 16:
+        spaces = {"global": GLOBAL, "shared": SHARED, "local": LOCAL, "param": PARAM}
+        return (spaces[space], {"base": slot, "wide": wide, "offset": offset}) if space in spaces else None
+
+    def _access(self, ins):
+        """ld, st, and red and atom of sums of floats, of one space, up to 16 bytes."""
+        kind, space = ins.mods[-1], space_of(ins)
+        mods = [m for m in ins.mods[:-1] if m not in HINTS and m.split("::")[0] not in (*WINDOWS, "param")]
+        vector = mods.pop() if mods and mods[-1] in ("v2", "v4") else None
+        args = list(ins.args)
+        result = args.pop(0) if ins.op in ("ld", "atom") else None
+        memory, value = args[0], result if ins.op == "ld" else args[1]
+        if kind not in SIZES or kind in ("pred", "b128") or memory[0] != "m":
             return None
+        kind, count, size = shape_of(ins)
+        parts = value[1] if value[0] == "v" else [value]
+        base, offset = memory[1:]
+        if len(parts) != count or (value[0] == "v") != (vector is not None) or count * size > 16:
+            return None
+        if ins.op == "ld" and base[0] == "s" and any(p.name == base[1] for p in self.program.function.params):
+            fits = space in ("param", "generic") and not mods
+            return self._parameter(ins, kind, size, parts, base[1], offset) if fits else None
+        place = self._place(memory, space)
+        sums = ins.op in ("red", "atom")
+        if place is None or mods != ["add"] * sums or (space == "param" and ins.op != "ld"):
+            return None
+        space, fields = place
         if ins.op == "ld":
             slots = [self.target(part, size, False) for part in parts]
-        else:
-            slots = [self.source(part, "b%d" % (8 * size), size) for part in parts]
-        if slot is None or None in slots:
+            return self._verb(ins, slots, LOAD, space, size=size, words=count, signed=kind[0] == "s", **fields)
+        slots = [self.source(part, "b%d" % (8 * size), size) for part in parts]
+        if not sums:
+            return self._verb(ins, slots, STORE, space, size=size, words=count, **fields)
+        if kind not in ("f32", "f64") or space != GLOBAL or vector or len(args) != 2:
             return None
-        verb = {"ld": LOAD, "st": STORE, "red": ADD}[ins.op]
-        signed = ins.op == "ld" and kind[0] == "s"
-        return [
-            self._row(ins, -1, 0, slots, verb << 4 | spaces[space], size, count, signed, wide, offset, slot)
-        ]
+        if result is not None:
+            slots.append(self.target(result, size, False))
+        return self._verb(ins, slots, ADD, space, size=size, words=1, mode=result is not None, **fields)
+
+    def _multiply(self, ins):
+        """mma.sync with sums in float32 or float64."""
+        mods = [m for m in ins.mods if m != "rn"]
+        if len(mods) != 9 or mods[:2] != ["sync", "aligned"] or mods[3:5] != ["row", "col"]:
+            return None
+        (name, to, left, right, start), parts = (mods[2], *mods[5:]), []
+        if (name, left) not in SHAPES or left != right or to != start or to != ("f64" if left == "f64" else "f32"):
+            return None
+        m, rest = name[1:].split("n")
+        halves, depth = int(m) // 8, int(rest.split("k")[1])
+        steps, size = depth // (8 if left in ("bf16", "f16") else 4), 8 if left == "f64" else 4
+        for operand, count in zip(ins.args, (2 * halves, halves * steps, steps, 2 * halves)):
+            parts.append(operand[1] if operand[0] == "v" else [operand])
+            if len(parts[-1]) != count:
+                return None
+        slots = [self.target(part, size, False) for part in parts[0]]
+        slots += [self.source(part, to if i == 2 else "b%d" % (8 * size), size) for i in range(3) for part in parts[i + 1]]
+        return self._verb(ins, slots, MULTIPLY, size=FORMATS.index(left), words=halves, wide=depth)
+
+    def _matrices(self, ins):
+        """ldmatrix."""
+        mods = [m.split("::")[0] for m in ins.mods]
+        mode = "trans" in mods
+        if mode:
+            mods.remove("trans")
+        if mods[:3] != ["sync", "aligned", "m8n8"] or mods[4:] != ["shared", "b16"] or mods[3] not in ("x1", "x2", "x4"):
+            return None
+        place = self._place(ins.args[1], "shared")
+        parts = ins.args[0][1] if ins.args[0][0] == "v" else [ins.args[0]]
+        if place is None or place[0] != SHARED or len(parts) != int(mods[3][1]):
+            return None
+        slots = [self.target(part, 4, False) for part in parts]
+        return self._verb(ins, slots, MATRICES, SHARED, words=len(parts), mode=mode, **place[1])
+
+    def _shuffle(self, ins):
+        """shfl.sync with a full member mask."""
+        result, *sources = ins.args
+        mods = ins.mods
+        full = len(sources) == 4 and sources[3][0] == "i" and sources[3][1] & 0xFFFFFFFF == 0xFFFFFFFF
+        if not full or len(mods) != 3 or mods[0] != "sync" or mods[1] not in SHUFFLES or mods[2] != "b32":
+            return None
+        first, second = (result[1], result[2]) if result[0] == "|" else (result, None)
+        given = second is not None and second[0] != "_"
+        slots = [self.target(first, 4, False), self.target(second, 1, True) if given else 0]
+        slots += [self.source(source, "b32", 4) for source in sources[:3]]
+        return self._verb(ins, slots, SHUFFLE, words=1 + given, mode=SHUFFLES.index(mods[1]))
 
     def _parameter(self, ins, kind, size, parts, name, offset):
         """ld.param of a name: the same for all lanes."""
@@ -579,13 +652,14 @@ class Stretches:
             out.between_lanes = bool(shadow.lanes)
             for name in _POINTERS.split():
                 setattr(out, name, address(getattr(shadow, name)))
+        out.params, out.param_bytes = address(run.params), run.program.function.param_bytes
         out.scratch = address(self.scratch)
         return out
 
     def begin(self):
         """Note what changes with a chunk of blocks."""
         run = self.run
-        self.memory.block = address(run.lane_chunk_block)
+        self.memory.block, self.memory.waiting = address(run.lane_chunk_block), 0
         if run.owners is not None:
             self.memory.first, self.memory.atomic = run.owners.first, int(run.owners.atomic)
 

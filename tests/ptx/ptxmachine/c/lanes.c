@@ -24,7 +24,7 @@ typedef __int128 s128;
 typedef float f32;
 typedef double f64;
 
-enum { CHUNK = 512, OPERANDS = 6, BUFFERED = 8 * CHUNK };
+enum { CHUNK = 512, OPERANDS = 6, SLOTS = 24 };
 
 /* --- bits and floats ------------------------------------------------------------------------------------ */
 static inline u32 bits32(f32 x) { u32 u; memcpy(&u, &x, 4); return u; }
@@ -216,11 +216,11 @@ const char *lanes_name(s64 i, u8 *sizes)
 /* --- slots and records ----------------------------------------------------------------------------------------- */
 typedef struct { char *base; s64 stride; } Slot;
 typedef struct {
-    s32 op, predicate; /* op < 0: a memory access; predicate: its slot, or -1 */
+    s32 op, predicate; /* op < 0: a verb; predicate: its slot, or -1 */
     u8 negate, flip;   /* negate the predicate; bit i: negate source i (a predicate) */
-    u8 kind, bytes, words, is_signed, wide, pad; /* of an access: see access() */
+    u8 kind, bytes, words, is_signed, wide, mode; /* kind: space + 16 · verb; the rest as the verb says */
     s64 offset;
-    s32 slot[8];
+    s32 slot[SLOTS]; /* results, then sources; the last one is an access' address */
 } Record;
 
 static void gather(char *to, const char *from, s64 stride, s64 n, int size, int flip)
@@ -292,8 +292,8 @@ static void elementwise(const Record *r, const Slot *slots, s64 lanes, const u8 
 }
 
 /* --- memory ----------------------------------------------------------------------------------------------------- */
-enum { GLOBAL, SHARED, LOCAL };
-enum { LOAD, STORE, ADD };
+enum { GLOBAL, SHARED, LOCAL, PARAM };
+enum { LOAD, STORE, ADD, MULTIPLY, MATRICES, SHUFFLE };
 enum { ANY_LANE = 255, ATOMIC = 64, MANY = 255 };
 static const u32 NEVER = 0xffffffffu, IN_FLIGHT = 0xfffffffeu;
 
@@ -314,6 +314,9 @@ typedef struct {
     s64 shadow, warps, granule, total, between_lanes; /* shadow: 0 without a sanitiser */
     u32 *wrote, *read, *clock, *known, *floor, *turn, *turns;
     u8 *writer, *author;
+    const u8 *params;
+    s64 param_bytes;
+    s64 waiting;  /* lanes wait at some instruction: the NumPy path may have to merge them */
     u64 *scratch; /* [12][lanes] */
 } Memory;
 
@@ -334,22 +337,26 @@ static inline int has(const u8 *state, u64 at, int bytes, u8 want)
 }
 
 /* A write of clock `value` < NEVER, IN_FLIGHT is before what this lane does now (sanitizer._unordered, _same_turn). */
-static inline int ordered(const Memory *m, s64 g, u32 value, s64 warp, s64 lane)
+static inline int ordered(const Memory *m, s64 g, u32 value, s64 warp, s64 lane, int whole)
 {
     s64 local = warp % m->warps, who = m->writer[g];
     if (who == MANY) return 0; /* the NumPy path knows */
     s64 author = who % ATOMIC;
     if (author != local) return value < m->known[warp * m->warps + author];
-    return !(m->between_lanes && value == m->clock[warp] && m->turn[g] >= m->turns[lane] &&
-             (m->author[g] != lane % 32 || m->author[g] == ANY_LANE));
+    if (!m->between_lanes || value != m->clock[warp]) return 1;
+    if (!whole) return m->turn[g] < m->turns[lane] || (m->author[g] == lane % 32 && m->author[g] != ANY_LANE);
+    for (s64 i = 32 * warp; i < 32 * warp + 32; i++)
+        if (m->turn[g] >= m->turns[i]) return 0;
+    return 1;
 }
 
-static int may_read(const Memory *m, s64 g, s64 per, s64 lane)
+/* whole: the warp as a whole reads, not the lane. */
+static int may_read(const Memory *m, s64 g, s64 per, s64 lane, int whole)
 {
     s64 warp = lane / 32;
     for (s64 i = g; i < g + per; i++) {
         u32 value = m->wrote[i];
-        if (value >= m->floor[warp] && (value >= IN_FLIGHT || !ordered(m, i, value, warp, lane))) return 0;
+        if (value >= m->floor[warp] && (value >= IN_FLIGHT || !ordered(m, i, value, warp, lane, whole))) return 0;
     }
     return 1;
 }
@@ -359,7 +366,7 @@ static int may_write(const Memory *m, s64 g, s64 per, s64 lane)
     s64 warp = lane / 32, local = warp % m->warps;
     for (s64 i = g; i < g + per; i++) {
         u32 value = m->wrote[i];
-        if (value >= m->floor[warp] && value != NEVER && (value == IN_FLIGHT || !ordered(m, i, value, warp, lane)))
+        if (value >= m->floor[warp] && value != NEVER && (value == IN_FLIGHT || !ordered(m, i, value, warp, lane, 0)))
             return 0;
         for (s64 other = 0; other < m->warps; other++)
             if (other != local && m->read[other * m->total + i] > m->known[warp * m->warps + other]) return 0;
@@ -392,7 +399,7 @@ static inline int differ(const void *a, const void *b, int bytes)
  * state says for global memory. */
 static s64 place(const Record *r, const Memory *m, const Slot *slots, s64 lanes, const u8 *mask, u8 want, u64 *at, u64 *who)
 {
-    const Slot *base = &slots[r->slot[7]];
+    const Slot *base = &slots[r->slot[SLOTS - 1]];
     int space = r->kind & 15, bytes = r->bytes * r->words;
     u64 offset = (u64)r->offset, odd = (u64)bytes - 1;
     s64 n = 0;
@@ -400,8 +407,10 @@ static s64 place(const Record *r, const Memory *m, const Slot *slots, s64 lanes,
         if (mask && !mask[lane]) continue;
         const char *p = base->base + lane * base->stride;
         u64 address = r->wide ? *(const u64 *)p + offset : (u32)(*(const u32 *)p + (u32)offset);
-        if (address & odd) return -1;
-        if (space == GLOBAL) {
+        if (address & odd && space != PARAM) return -1;
+        if (space == PARAM) {
+            if (address > (u64)m->param_bytes || address + bytes > (u64)m->param_bytes) return -1;
+        } else if (space == GLOBAL) {
             address -= m->base;
             if (address > m->capacity - bytes) return -1;
             if (m->check && !has(m->state, address, bytes, want)) return -1;
@@ -418,23 +427,29 @@ static s64 place(const Record *r, const Memory *m, const Slot *slots, s64 lanes,
     return n;
 }
 
+/* Check and note reads of shared memory; 0, and nothing noted, where one is not right. */
+static int note_reads(const Memory *m, const u64 *at, const u64 *who, s64 n, int bytes, int whole)
+{
+    if (!m->shadow) return 1;
+    s64 per = bytes / m->granule;
+    for (s64 k = 0; k < n; k++)
+        if (!may_read(m, at[k] / m->granule, per, who[k], whole)) return 0;
+    for (s64 k = 0; k < n; k++) {
+        s64 warp = who[k] / 32;
+        u32 *seen = m->read + warp % m->warps * m->total + at[k] / m->granule, stamp = m->clock[warp] + 1;
+        for (s64 i = 0; i < per; i++) seen[i] = stamp;
+    }
+    return 1;
+}
+
 static int load(const Record *r, const Memory *m, const Slot *slots, s64 lanes, const u8 *mask)
 {
     u64 *at = m->scratch, *who = at + lanes;
     int space = r->kind & 15, bytes = r->bytes * r->words;
     s64 n = place(r, m, slots, lanes, mask, 3, at, who);
     if (n < 0) return 0;
-    const u8 *data = space == GLOBAL ? m->data : space == SHARED ? m->shared : m->local;
-    if (space == SHARED && m->shadow) {
-        s64 per = bytes / m->granule;
-        for (s64 k = 0; k < n; k++)
-            if (!may_read(m, at[k] / m->granule, per, who[k])) return 0;
-        for (s64 k = 0; k < n; k++) {
-            s64 warp = who[k] / 32;
-            u32 *seen = m->read + warp % m->warps * m->total + at[k] / m->granule, stamp = m->clock[warp] + 1;
-            for (s64 i = 0; i < per; i++) seen[i] = stamp;
-        }
-    }
+    const u8 *data = space == GLOBAL ? m->data : space == SHARED ? m->shared : space == LOCAL ? m->local : m->params;
+    if (space == SHARED && !note_reads(m, at, who, n, bytes, 0)) return 0;
     for (int w = 0; w < r->words; w++) {
         const Slot *d = &slots[r->slot[w]];
         const u8 *from = data + w * r->bytes;
@@ -537,7 +552,8 @@ static int store(const Record *r, const Memory *m, const Slot *slots, s64 lanes,
     return 1;
 }
 
-/* red.global.add of f32 or f64: lanes that hit one address take turns in their order. */
+/* red and atom.global.add of f32 or f64: lanes that hit one address take turns in their order.  slot[0]: the value,
+ * slot[1]: where the old one goes, if mode is 1. */
 static int add(const Record *r, const Memory *m, const Slot *slots, s64 lanes, const u8 *mask)
 {
     u64 *at = m->scratch, *who = at + lanes;
@@ -555,9 +571,11 @@ static int add(const Record *r, const Memory *m, const Slot *slots, s64 lanes, c
         for (s64 k = 0; k < n; k++)
             for (int i = 0; i < words; i++) m->owner[at[k] / 2 + i] = owners[4 * k + i];
     }
-    const Slot *s = &slots[r->slot[0]];
+    const Slot *s = &slots[r->slot[0]], *d = &slots[r->slot[1]];
     for (s64 k = 0; k < n; k++) {
-        const char *value = s->base + who[k] * s->stride;
+        char value[8];
+        copy(value, s->base + who[k] * s->stride, r->bytes);
+        if (r->mode) copy(d->base + who[k] * d->stride, m->data + at[k], r->bytes);
         if (r->bytes == 4) {
             f32 *to = (f32 *)(m->data + at[k]);
             *to = nan32(fl(fl(*to) + fl(*(const f32 *)value)));
@@ -566,6 +584,145 @@ static int add(const Record *r, const Memory *m, const Slot *slots, s64 lanes, c
             f64 x = float64(*to), y = *(const f64 *)value; /* of two NaNs the first stays */
             *to = x != x ? *to | quiet : y != y ? bits64(y) | quiet : bits64(x + y);
         }
+    }
+    return 1;
+}
+
+/* --- whole warps ------------------------------------------------------------------------------------------------ */
+
+/* Whether every warp has all its lanes here or none. */
+static int whole(const Memory *m, s64 lanes, const u8 *mask)
+{
+    if (mask == NULL) return 1;
+    if (m->waiting) return 0;
+    for (s64 lane = 0; lane < lanes; lane += 32) {
+        u64 w[4];
+        memcpy(w, mask + lane, 32);
+        u64 all = w[0] & w[1] & w[2] & w[3], any = w[0] | w[1] | w[2] | w[3];
+        if (any != 0 && all != 0x0101010101010101u) return 0;
+    }
+    return 1;
+}
+static inline u32 word(const Slot *s, s64 lane) { return *(const u32 *)(s->base + lane * s->stride); }
+
+/* mma.sync (ops_mma.py has the layout): m = 8 · words rows, k = wide columns of a, format in `bytes`.  Products of the
+ * narrow formats are exact; sums go over k in order in float64, and the accumulator comes last. */
+enum { BF16, F16, TF32, F64 };
+static int multiply(const Record *r, const Memory *m, const Slot *slots, s64 lanes, const u8 *mask)
+{
+    const int halves = r->words, format = r->bytes, k = r->wide, each = format <= F16 ? 8 : 4, steps = k / each;
+    const s32 *d = r->slot, *a = d + 2 * halves, *b = a + halves * steps, *c = b + steps;
+    f64 x[16][16], y[16][8], sum[16][8];
+    if (!whole(m, lanes, mask)) return 0;
+    f64 *kept = (f64 *)m->scratch; /* f64: [register][lane], NaNs are the NumPy path's */
+    for (s64 first = 0; first < lanes; first += 32) {
+        if (mask && !mask[first]) continue;
+        for (int step = 0; step < steps; step++)
+            for (s64 l = 0; l < 32; l++) {
+                int group = l / 4, thread = l % 4;
+                for (int half = 0; half <= halves; half++) { /* the last one is b */
+                    const Slot *s = &slots[half < halves ? a[step * halves + half] : b[step]];
+                    f64 e[2];
+                    if (format == F64) e[0] = *(const f64 *)(s->base + (first + l) * s->stride);
+                    else {
+                        u32 w = word(s, first + l);
+                        if (format == BF16) e[0] = float32(w << 16), e[1] = float32(w & 0xffff0000u);
+                        else if (format == F16) e[0] = of_f16((u16)w), e[1] = of_f16((u16)(w >> 16));
+                        else e[0] = float32(w & 0xffffe000u);
+                    }
+                    int width = each / 4, at = width * thread + each * step;
+                    for (int i = 0; i < width; i++)
+                        if (half < halves) x[group + 8 * half][at + i] = e[i];
+                        else y[at + i][group] = e[i];
+                }
+            }
+        for (int i = 0; i < 8 * halves; i++)
+            for (int j = 0; j < 8; j++) {
+                const Slot *s = &slots[c[i / 8 * 2 + j % 2]];
+                const char *p = s->base + (first + i % 8 * 4 + j / 2) * s->stride;
+                sum[i][j] = format == F64 ? *(const f64 *)p : 0;
+            }
+        for (int i = 0; i < 8 * halves; i++)
+            for (int l = 0; l < k; l++)
+                for (int j = 0; j < 8; j++)
+                    sum[i][j] = format == F64 ? __builtin_fma(x[i][l], y[l][j], sum[i][j]) : sum[i][j] + x[i][l] * y[l][j];
+        for (int i = 0; i < 8 * halves; i++)
+            for (int j = 0; j < 8; j++) {
+                s64 lane = first + i % 8 * 4 + j / 2, at = i / 8 * 2 + j % 2;
+                if (format == F64) {
+                    if (sum[i][j] != sum[i][j]) return 0;
+                    kept[at * lanes + lane] = sum[i][j];
+                } else {
+                    const Slot *s = &slots[c[at]];
+                    f64 start = *(const f32 *)(s->base + lane * s->stride);
+                    ((f32 *)kept)[at * lanes + lane] = nan32((f32)(start + sum[i][j]));
+                }
+            }
+    }
+    for (int at = 0; at < 2 * halves; at++) {
+        const Slot *s = &slots[d[at]];
+        int size = format == F64 ? 8 : 4;
+        for (s64 lane = 0; lane < lanes; lane++)
+            if (!mask || mask[lane]) copy(s->base + lane * s->stride, (char *)kept + (at * lanes + lane) * size, size);
+    }
+    return 1;
+}
+
+/* ldmatrix: lane 8i + r gives the address of row r of matrix i; lane l gets row l/4, columns 2(l%4) and the next. */
+static int matrices(const Record *r, const Memory *m, const Slot *slots, s64 lanes, const u8 *mask)
+{
+    u64 *at = m->scratch, *who = at + lanes;
+    u8 *rows = (u8 *)(at + 2 * lanes);
+    int count = r->words;
+    if (!whole(m, lanes, mask)) return 0;
+    for (s64 lane = 0; lane < lanes; lane++) rows[lane] = (!mask || mask[lane]) && lane % 32 < 8 * count;
+    Record one = *r;
+    one.bytes = 16, one.words = 1;
+    s64 n = place(&one, m, slots, lanes, rows, 0, at, who);
+    if (n < 0 || !note_reads(m, at, who, n, 16, 1)) return 0;
+    for (s64 k = 0; k < n; k += 8 * count)
+        for (int i = 0; i < count; i++) {
+            const Slot *d = &slots[r->slot[i]];
+            const u64 *row = at + k + 8 * i;
+            for (s64 l = 0; l < 32; l++) {
+                u32 w;
+                if (!r->mode) memcpy(&w, m->shared + row[l / 4] + 4 * (l % 4), 4);
+                else {
+                    u16 low, high;
+                    memcpy(&low, m->shared + row[2 * (l % 4)] + 2 * (l / 4), 2);
+                    memcpy(&high, m->shared + row[2 * (l % 4) + 1] + 2 * (l / 4), 2);
+                    w = low | (u32)high << 16;
+                }
+                *(u32 *)(d->base + ((s64)who[k] + l) * d->stride) = w;
+            }
+        }
+    return 1;
+}
+
+/* shfl.sync of whole warps with a full member mask.  slot: result, predicate (if words is 2), value, b, c. */
+static int shuffle(const Record *r, const Memory *m, const Slot *slots, s64 lanes, const u8 *mask)
+{
+    if (!whole(m, lanes, mask)) return 0;
+    const Slot *d = &slots[r->slot[0]], *p = &slots[r->slot[1]], *value = &slots[r->slot[2]];
+    for (s64 first = 0; first < lanes; first += 32) {
+        if (mask && !mask[first]) continue;
+        u32 from[32], out[32];
+        u8 inside[32];
+        for (s64 l = 0; l < 32; l++) from[l] = word(value, first + l);
+        for (s64 l = 0; l < 32; l++) {
+            s64 b = word(&slots[r->slot[3]], first + l) & 31, c = word(&slots[r->slot[4]], first + l);
+            s64 segment = c >> 8 & 31, top = (l & segment) | (c & 31 & ~segment), j;
+            switch (r->mode) {
+            case 0: j = l - b; inside[l] = j >= top; break;
+            case 1: j = l + b; inside[l] = j <= top; break;
+            case 2: j = l ^ b; inside[l] = j <= top; break;
+            default: j = (l & segment) | (b & ~segment & 31); inside[l] = j <= top;
+            }
+            out[l] = from[inside[l] ? j : l];
+        }
+        for (s64 l = 0; l < 32; l++) *(u32 *)(d->base + (first + l) * d->stride) = out[l];
+        if (r->words == 2)
+            for (s64 l = 0; l < 32; l++) *(u8 *)(p->base + (first + l) * p->stride) = inside[l];
     }
     return 1;
 }
@@ -585,6 +742,9 @@ s64 lanes_run(const Record *r, s64 count, const Slot *slots, s64 lanes, const u8
         case LOAD: done = load(r, m, slots, lanes, some); break;
         case STORE: done = store(r, m, slots, lanes, some); break;
         case ADD: done = add(r, m, slots, lanes, some); break;
+        case MULTIPLY: done = multiply(r, m, slots, lanes, some); break;
+        case MATRICES: done = matrices(r, m, slots, lanes, some); break;
+        case SHUFFLE: done = shuffle(r, m, slots, lanes, some); break;
         }
         if (!done) return k;
     }
