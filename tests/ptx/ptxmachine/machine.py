@@ -271,19 +271,19 @@ class Run:
         self._bind()
 
     def _bind(self):
-        """Make the functions of the instructions: all of them once a program, so that an error in it is found, else
-        each when it is first needed."""
+        """Prepare the instructions.  The function of one is made when it is first needed; once a program that of all
+        that C does not know, so that an error is found even where nothing runs."""
         self.binder = Binder(self)
         self.ops, self.controls, self._slices = [None] * len(self.program.code), {}, {}
-        if not getattr(self.program, "bound", False):
-            for ins in self.program.code:
-                if not is_terminator(ins):
-                    self.operation(ins.pc)
-                else:
-                    self.control(ins.pc)
-            self.program.bound = True
         self.at = None  # the pc inside of a stretch, where NumPy took over
         self.stretches = Stretches(self, self.binder) if core() else None
+        if not getattr(self.program, "bound", False):
+            for ins in self.program.code:
+                if is_terminator(ins):
+                    self.control(ins.pc)
+                elif self.stretches is None or not self.stretches.takes(ins.pc):
+                    self.operation(ins.pc)
+            self.program.bound = True
 
     def _made(self, make, ins):
         """Return make(ins) with the errors of a builder as those of the program."""
@@ -323,9 +323,7 @@ class Run:
         """Return [(pc, function)] of the instructions from `pc` to `end`, simple ones together."""
         out, stretches = [], self.stretches
         while pc < end:
-            behind = pc
-            while stretches is not None and behind < end and stretches.takes(behind):
-                behind += 1
+            behind = pc if stretches is None else min(stretches.behind[pc], end)
             if behind > pc:
                 out.append((pc, stretches.stretch(pc, behind)))
             else:

@@ -1,7 +1,7 @@
 """Parsed PTX, kept: the last few modules in memory, long ones also in the cache folder, so that ranks and runs share the work.
 
-A file holds the parsed module with its programs and what they may write, pickled; its name is a digest of the PTX and of the code
-that made it.  Files are put in place whole, so that processes may do so at the same time.
+A file holds the parsed module with its programs, what they may write and their records for C, pickled; its name is a digest of the
+PTX and of the code that made it.  Files are put in place whole, so that processes may do so at the same time.
 """
 
 import gc
@@ -12,7 +12,7 @@ import sys
 import zlib
 from functools import cache
 
-from . import inlining, ops_memory, parser, program, writes
+from . import binding, inlining, memory, ops_memory, ops_mma, parser, program, stretches, writes
 from .nvrtc import cache_folder
 
 KEPT = 3_000_000  # characters of PTX in memory
@@ -43,14 +43,16 @@ def _parse(text):
         for kernel in module.programs.values():
             writes.written_parameters(kernel)
             kernel.register_plan = program.plan_registers(kernel)
+            stretches.table_of(kernel)
     return module
 
 
 @cache
 def _maker():
     """A digest of the code whose result is kept."""
-    digest = hashlib.sha256(sys.version.encode())
-    for room in (parser, inlining, program, writes, ops_memory):
+    core = stretches.core()
+    digest = hashlib.sha256(sys.version.encode() + repr(core and core.operations).encode())
+    for room in (parser, inlining, program, writes, binding, memory, ops_memory, ops_mma, stretches):
         with open(room.__file__, "rb") as file:
             digest.update(file.read())
     return digest.digest()

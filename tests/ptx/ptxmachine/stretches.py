@@ -379,6 +379,7 @@ class Table:
             rows += made or ()
             self.pcs += [ins.pc] * len(made or ())
         self.first.append(len(rows))
+        self.behind = [self._runs(counted) for counted in (False, True)]
         self.records = np.zeros(len(rows), RECORD)
         if rows:
             *fields, slots, bases = zip(*rows)
@@ -387,6 +388,17 @@ class Table:
             width = RECORD["slot"].shape[0] - 1
             self.records["slot"][:, :width] = [row + [0] * (width - len(row)) for row in slots]
             self.records["slot"][:, width] = bases
+        del self.operations
+
+    def _runs(self, counted):
+        """Return for every pc the end of the instructions from there on that C runs: accesses that are to be counted are
+        NumPy's."""
+        out, end = [0] * len(self.memory), len(self.memory)
+        for pc in reversed(range(len(self.memory))):
+            if self.first[pc] == self.first[pc + 1] or (counted and self.memory[pc]):
+                end = pc
+            out[pc] = end
+        return out
 
     # --- operands ---------------------------------------------------------------------------------
     def _storage(self, name):
@@ -560,16 +572,15 @@ class Table:
         return self._verb(ins, slots, MATRICES, SHARED, words=len(parts), mode=mode, **place[1])
 
     def _shuffle(self, ins):
-        """shfl.sync with a full member mask."""
+        """shfl.sync."""
         result, *sources = ins.args
         mods = ins.mods
-        full = len(sources) == 4 and sources[3][0] == "i" and sources[3][1] & 0xFFFFFFFF == 0xFFFFFFFF
-        if not full or len(mods) != 3 or mods[0] != "sync" or mods[1] not in SHUFFLES or mods[2] != "b32":
+        if len(sources) != 4 or len(mods) != 3 or mods[0] != "sync" or mods[1] not in SHUFFLES or mods[2] != "b32":
             return None
         first, second = (result[1], result[2]) if result[0] == "|" else (result, None)
         given = second is not None and second[0] != "_"
         slots = [self.target(first, 4, False), self.target(second, 1, True) if given else 0]
-        slots += [self.source(source, "b32", 4) for source in sources[:3]]
+        slots += [self.source(source, "b32", 4) for source in sources]
         return self._verb(ins, slots, SHUFFLE, words=1 + given, mode=SHUFFLES.index(mods[1]))
 
     def _parameter(self, ins, kind, size, parts, name, offset):
@@ -590,19 +601,25 @@ class Table:
         return self._rows(ins, steps)
 
 
+def table_of(program):
+    """Return the Table of a program, kept with it; None without C."""
+    if core() is not None and getattr(program, "table", None) is None:
+        program.table = Table(program, core().operations)
+    return getattr(program, "table", None)
+
+
 class Stretches:
     """A Table with the arrays of a run."""
 
     def __init__(self, run, binder):
         program, self.core = run.program, core()
-        if getattr(program, "table", None) is None:
-            program.table = Table(program, self.core.operations)
-        self.run, self.table = run, program.table
+        self.run, self.table = run, table_of(program)
+        self.behind = self.table.behind[bool(run.machine.count)]  # pc -> end of the instructions from there on that C runs
         table, lanes = self.table, run.total
         self.slots = np.zeros((len(table.types) + len(table.keys), 2), np.int64)
         self.kept = []  # arrays that only slots refer to
-        for i, array in enumerate(run.register_arrays):
-            self.slots[i] = address(array), array.itemsize
+        self.slots[: len(table.types), 0] = [address(array) for array in run.register_arrays]
+        self.slots[: len(table.types), 1] = [array.itemsize for array in run.register_arrays]
         for key, i in table.keys.items():
             self.slots[i] = self._slot(binder, key)
         self.scratch = np.zeros((12, lanes), np.uint64)
@@ -664,9 +681,8 @@ class Stretches:
             self.memory.first, self.memory.atomic = run.owners.first, int(run.owners.atomic)
 
     def takes(self, pc):
-        """Whether C runs the instruction: accesses that are to be counted are NumPy's."""
-        table = self.table
-        return table.first[pc] < table.first[pc + 1] and not (table.memory[pc] and self.run.machine.count)
+        """Whether C runs the instruction."""
+        return self.behind[pc] > pc
 
     def stretch(self, start, end):
         """Return a function of a group that runs the instructions [start, end), all of them taken."""

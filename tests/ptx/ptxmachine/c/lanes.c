@@ -699,11 +699,13 @@ static int matrices(const Record *r, const Memory *m, const Slot *slots, s64 lan
     return 1;
 }
 
-/* shfl.sync of whole warps with a full member mask.  slot: result, predicate (if words is 2), value, b, c. */
+/* shfl.sync of whole warps whose member masks are full.  slot: result, predicate (if words is 2), value, b, c, mask. */
 static int shuffle(const Record *r, const Memory *m, const Slot *slots, s64 lanes, const u8 *mask)
 {
     if (!whole(m, lanes, mask)) return 0;
     const Slot *d = &slots[r->slot[0]], *p = &slots[r->slot[1]], *value = &slots[r->slot[2]];
+    for (s64 lane = 0; lane < lanes; lane++)
+        if ((!mask || mask[lane]) && word(&slots[r->slot[5]], lane) != 0xffffffffu) return 0;
     for (s64 first = 0; first < lanes; first += 32) {
         if (mask && !mask[first]) continue;
         u32 from[32], out[32];
