@@ -608,64 +608,96 @@ static inline u32 word(const Slot *s, s64 lane) { return *(const u32 *)(s->base 
 /* mma.sync (ops_mma.py has the layout): m = 8 · words rows, k = wide columns of a, format in `bytes`.  Products of the
  * narrow formats are exact; sums go over k in order in float64, and the accumulator comes last. */
 enum { BF16, F16, TF32, F64 };
-static int multiply(const Record *r, const Memory *m, const Slot *slots, s64 lanes, const u8 *mask)
+
+/* Elements of one register of all lanes of a warp: e[lane][i]. */
+static inline void decode(f64 (*e)[2], const Slot *s, s64 first, int format)
 {
-    const int halves = r->words, format = r->bytes, k = r->wide, each = format <= F16 ? 8 : 4, steps = k / each;
+    for (s64 l = 0; l < 32; l++) {
+        const char *p = s->base + (first + l) * s->stride;
+        if (format == F64) {
+            e[l][0] = *(const f64 *)p;
+            continue;
+        }
+        u32 w = *(const u32 *)p;
+        if (format == BF16) e[l][0] = float32(w << 16), e[l][1] = float32(w & 0xffff0000u);
+        else if (format == F16) e[l][0] = of_f16((u16)w), e[l][1] = of_f16((u16)(w >> 16));
+        else e[l][0] = float32(w & 0xffffe000u);
+    }
+}
+
+static inline __attribute__((always_inline)) int
+multiply_as(const Record *r, const Memory *m, const Slot *slots, s64 lanes, const u8 *mask, const int halves,
+            const int format, const int k)
+{
+    const int pair = format <= F16 ? 2 : 1, each = 4 * pair, steps = k / each;
     const s32 *d = r->slot, *a = d + 2 * halves, *b = a + halves * steps, *c = b + steps;
-    f64 x[16][16], y[16][8], sum[16][8];
-    if (!whole(m, lanes, mask)) return 0;
-    f64 *kept = (f64 *)m->scratch; /* f64: [register][lane], NaNs are the NumPy path's */
+    f64 x[16][16], y[16][8], sum[16][8], e[32][2];
+    char *kept = (char *)m->scratch; /* [register][lane]: f64 NaNs are the NumPy path's, then nothing may be written */
     for (s64 first = 0; first < lanes; first += 32) {
         if (mask && !mask[first]) continue;
-        for (int step = 0; step < steps; step++)
-            for (s64 l = 0; l < 32; l++) {
-                int group = l / 4, thread = l % 4;
-                for (int half = 0; half <= halves; half++) { /* the last one is b */
-                    const Slot *s = &slots[half < halves ? a[step * halves + half] : b[step]];
-                    f64 e[2];
-                    if (format == F64) e[0] = *(const f64 *)(s->base + (first + l) * s->stride);
-                    else {
-                        u32 w = word(s, first + l);
-                        if (format == BF16) e[0] = float32(w << 16), e[1] = float32(w & 0xffff0000u);
-                        else if (format == F16) e[0] = of_f16((u16)w), e[1] = of_f16((u16)(w >> 16));
-                        else e[0] = float32(w & 0xffffe000u);
-                    }
-                    int width = each / 4, at = width * thread + each * step;
-                    for (int i = 0; i < width; i++)
-                        if (half < halves) x[group + 8 * half][at + i] = e[i];
-                        else y[at + i][group] = e[i];
-                }
+        for (int step = 0; step < steps; step++) {
+            for (int half = 0; half < halves; half++) {
+                decode(e, &slots[a[step * halves + half]], first, format);
+                for (int l = 0; l < 32; l++)
+                    for (int i = 0; i < pair; i++) x[l / 4 + 8 * half][pair * (l % 4) + i + each * step] = e[l][i];
             }
-        for (int i = 0; i < 8 * halves; i++)
-            for (int j = 0; j < 8; j++) {
-                const Slot *s = &slots[c[i / 8 * 2 + j % 2]];
-                const char *p = s->base + (first + i % 8 * 4 + j / 2) * s->stride;
-                sum[i][j] = format == F64 ? *(const f64 *)p : 0;
+            decode(e, &slots[b[step]], first, format);
+            for (int l = 0; l < 32; l++)
+                for (int i = 0; i < pair; i++) y[pair * (l % 4) + i + each * step][l / 4] = e[l][i];
+        }
+        for (int at = 0; at < 2 * halves; at++) {
+            const Slot *s = &slots[c[at]];
+            for (int l = 0; l < 32; l++) {
+                const char *p = s->base + (first + l) * s->stride;
+                sum[at / 2 * 8 + l / 4][l % 4 * 2 + at % 2] = format == F64 ? *(const f64 *)p : 0;
             }
+        }
         for (int i = 0; i < 8 * halves; i++)
             for (int l = 0; l < k; l++)
                 for (int j = 0; j < 8; j++)
                     sum[i][j] = format == F64 ? __builtin_fma(x[i][l], y[l][j], sum[i][j]) : sum[i][j] + x[i][l] * y[l][j];
-        for (int i = 0; i < 8 * halves; i++)
-            for (int j = 0; j < 8; j++) {
-                s64 lane = first + i % 8 * 4 + j / 2, at = i / 8 * 2 + j % 2;
+        for (int at = 0; at < 2 * halves; at++) {
+            const Slot *s = &slots[c[at]];
+            for (int l = 0; l < 32; l++) {
+                f64 v = sum[at / 2 * 8 + l / 4][l % 4 * 2 + at % 2];
                 if (format == F64) {
-                    if (sum[i][j] != sum[i][j]) return 0;
-                    kept[at * lanes + lane] = sum[i][j];
+                    if (v != v) return 0;
+                    ((f64 *)kept)[at * lanes + first + l] = v;
                 } else {
-                    const Slot *s = &slots[c[at]];
-                    f64 start = *(const f32 *)(s->base + lane * s->stride);
-                    ((f32 *)kept)[at * lanes + lane] = nan32((f32)(start + sum[i][j]));
+                    f64 start = *(const f32 *)(s->base + (first + l) * s->stride);
+                    ((f32 *)kept)[at * lanes + first + l] = nan32((f32)(start + v));
                 }
             }
+        }
     }
     for (int at = 0; at < 2 * halves; at++) {
         const Slot *s = &slots[d[at]];
-        int size = format == F64 ? 8 : 4;
+        const int size = format == F64 ? 8 : 4;
         for (s64 lane = 0; lane < lanes; lane++)
-            if (!mask || mask[lane]) copy(s->base + lane * s->stride, (char *)kept + (at * lanes + lane) * size, size);
+            if (!mask || mask[lane]) copy(s->base + lane * s->stride, kept + (at * lanes + lane) * size, size);
     }
     return 1;
+}
+
+static int multiply(const Record *r, const Memory *m, const Slot *slots, s64 lanes, const u8 *mask)
+{
+    if (!whole(m, lanes, mask)) return 0;
+    switch (r->words << 16 | r->bytes << 8 | r->wide) {
+#define SHAPE(halves, format, k)                                                                                       \
+    case (halves) << 16 | (format) << 8 | (k): return multiply_as(r, m, slots, lanes, mask, halves, format, k)
+        SHAPE(2, BF16, 16);
+        SHAPE(2, BF16, 8);
+        SHAPE(2, F16, 16);
+        SHAPE(2, F16, 8);
+        SHAPE(2, TF32, 8);
+        SHAPE(2, TF32, 4);
+        SHAPE(1, F64, 4);
+        SHAPE(2, F64, 4);
+        SHAPE(2, F64, 8);
+        SHAPE(2, F64, 16);
+#undef SHAPE
+    }
+    return 0;
 }
 
 /* ldmatrix: lane 8i + r gives the address of row r of matrix i; lane l gets row l/4, columns 2(l%4) and the next. */
