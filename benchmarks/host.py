@@ -2,7 +2,7 @@
 
     python benchmarks/host.py                     # the table
     python benchmarks/host.py --case float32:64:causal --repeats 30
-    python benchmarks/host.py --isa avx2          # or avx512, amx-split, portable
+    python benchmarks/host.py --isa avx2          # or avx512, amx-bf16 (float32 by AVX-512), portable
     python benchmarks/host.py --rules             # rules, grouped heads, odd head dims
     python benchmarks/host.py --threads           # two threads beside one
 
