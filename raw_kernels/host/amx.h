@@ -3,7 +3,7 @@
  * PIECES is 1 for bfloat16 and 3 for float32: a float32 is the exact sum of three bfloat16, x = x0 + x1 + x2, each
  * about 2^-9 of the one before, and of the nine products of two such sums the six largest keep float32's accuracy:
  *
- *   x y ~ x2 y0 + x1 y0 + x1 y1 + x0 y1 + x0 y2 + x0 y0        (what is left out is below 2^-26 of it)
+ *   x y ~ x2 y0 + x1 y0 + x1 y1 + x0 y1 + x0 y2 + x0 y0        (what is left out is about 2^-25 of it)
  *
  * Six products at sixteen times the speed are still 2.7 times the vector units.  Pieces lie in planes, one after another.
  *

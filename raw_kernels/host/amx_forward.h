@@ -156,7 +156,7 @@ NOINLINE void forward_classic(panel *p, forward_room *w, const call *c, int64_t 
                        ROUND_UP(c->b->dim_v, STEP));
 }
 
-/* Blocks [from, to) with the m that there is.  Returns the first block that is not added, as weights are too high: from, or to.
+/* Blocks [from, to) with the m that there is.  Returns the first block that is not added: to, or from where weights are too high.
  * The products of the next block are made between the weights of this one, a group of lanes at a time. */
 NOINLINE int64_t forward_blocks(panel *p, forward_room *w, const burst_block *b, int64_t from, int64_t to)
 {
@@ -195,11 +195,17 @@ NOINLINE int forward_tile(panel *p, forward_room *w, const call *c, int64_t batc
     if (from == to) return 0;
     const int64_t counted = (to * KR - 1) / BURST_KEYS_BACKWARD - from * KR / BURST_KEYS_BACKWARD + 1;
     const int careful = t->wild_v && !full;
-    /* Lanes that have no m get one from the first block in which they see something. */
-    for (; from < to && !p->wide && !careful && p->unset && waits_for(p, t->block_min[from], t->block_max[from]); from++)
-        forward_classic(p, w, c, batch, head, from, from + 1, 0);
-    if (!p->wide && !careful && from < to) from = forward_blocks(p, w, c->b, from, to);
-    if (from < to) forward_classic(p, w, c, batch, head, from, to, careful);
+    while (from < to) {
+        int64_t end = from; /* of the blocks in which nobody waits for an m */
+        if (!p->wide && !careful)
+            while (end < to && !(p->unset && waits_for(p, t->block_min[end], t->block_max[end]))) end++;
+        const int64_t added = end > from ? forward_blocks(p, w, c->b, from, end) : from;
+        if (added == from) { /* a lane gets its m from the first block in which it sees something */
+            if (end == from) end = p->wide || careful ? to : from + 1;
+            forward_classic(p, w, c, batch, head, from, end, careful);
+        }
+        from = end;
+    }
     return (int)counted;
 }
 
