@@ -9,7 +9,7 @@
 
 Machines are shared and clocks move: the two are run in turn, again and again, and a figure is the median of the
 ratios of neighbours, never a quotient of two times from different minutes.  Times are CPU times of the process.
-PyTorch gets its own favourite layout, (batch, heads, rows, head_dim) contiguous; the kernels get (batch, rows, heads,
+With ``--isa`` PyTorch is held to that instruction set too (``PEER``).  It gets its own favourite layout, (batch, heads, rows, head_dim) contiguous; the kernels get (batch, rows, heads,
 head_dim) as the library holds it.
 """
 
@@ -132,6 +132,13 @@ class Torch:
             self.dout, self.q, self.k, self.v, self.out, self.lse, 0.0, self.causal
         )
 
+
+# What PyTorch may use beside an instruction set that is forced: what a CPU has whose best that is.  portable: whatever it likes.
+PEER = {
+    "avx512bf16": {"MKL_ENABLE_INSTRUCTIONS": "AVX512_E3", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"},
+    "avx512": {"MKL_ENABLE_INSTRUCTIONS": "AVX512_E2", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI"},
+    "avx2": {"MKL_ENABLE_INSTRUCTIONS": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"},
+}
 
 LIMITS = []  # what the instruction's own peak would be beside torch
 
@@ -269,8 +276,7 @@ def main():
     args = parser.parse_args()
     if args.first:
         return first()
-    if args.isa and not args.isa.startswith("amx"):
-        os.environ["MKL_ENABLE_INSTRUCTIONS"] = "AVX512_E3"  # PyTorch without AMX as well
+    os.environ.update(PEER.get(args.isa, {}))
     backend = host.HostBackend(args.isa, threads=1, extra_flags=args.flags.split())
     if args.rules:
         return rules(backend, args.repeats)
