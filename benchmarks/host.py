@@ -2,13 +2,14 @@
 
     python benchmarks/host.py                     # the table
     python benchmarks/host.py --case float32:64:causal --repeats 30
-    python benchmarks/host.py --isa avx2          # or avx512, amx-split, portable
+    python benchmarks/host.py --isa avx2          # or avx512, amx-bf16 (float32 by AVX-512), portable
     python benchmarks/host.py --rules             # rules, grouped heads, odd head dims
     python benchmarks/host.py --threads           # two threads beside one
+    python benchmarks/host.py --first             # the first call of a program, with an empty cache and with a full one
 
 Machines are shared and clocks move: the two are run in turn, again and again, and a figure is the median of the
 ratios of neighbours, never a quotient of two times from different minutes.  Times are CPU times of the process.
-PyTorch gets its own favourite layout, (batch, heads, rows, head_dim) contiguous; the kernels get (batch, rows, heads,
+With ``--isa`` PyTorch is held to that instruction set too (``PEER``).  It gets its own favourite layout, (batch, heads, rows, head_dim) contiguous; the kernels get (batch, rows, heads,
 head_dim) as the library holds it.
 """
 
@@ -18,6 +19,9 @@ import argparse
 import ctypes
 import os
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -129,6 +133,13 @@ class Torch:
         )
 
 
+# What PyTorch may use beside an instruction set that is forced: what a CPU has whose best that is.  portable: whatever it likes.
+PEER = {
+    "avx512bf16": {"MKL_ENABLE_INSTRUCTIONS": "AVX512_E3", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"},
+    "avx512": {"MKL_ENABLE_INSTRUCTIONS": "AVX512_E2", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI"},
+    "avx2": {"MKL_ENABLE_INSTRUCTIONS": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"},
+}
+
 LIMITS = []  # what the instruction's own peak would be beside torch
 
 
@@ -222,6 +233,35 @@ def threads(repeats):
         print(f"two threads / one, {way}: median {statistics.median(ratios):.2f}, best {max(ratios):.2f}", flush=True)
 
 
+FIRST = """
+import sys, time
+import ml_dtypes, numpy as np
+from burstmpi.backends import base, host
+from burstmpi.checks import accumulator
+from burstmpi.rules import Rules, Sight
+q = np.ones((1, 64, 1, 64), ml_dtypes.bfloat16 if sys.argv[1] == "bfloat16" else sys.argv[1])
+start = time.perf_counter()
+backend, rules, acc = host.HostBackend(), Rules(), accumulator(q.dtype)
+dims, scores = base.Dims(1, 1, 1, 64, 64, q.dtype, acc), rules.scores(64)
+scratch = backend.allocate(max(backend.scratch_bytes(dims, scores, 64, 64, way) for way in (False, True)))
+at, lo, hi = rules.intervals(np.arange(64), 64, 64)
+work = base.Work(Sight(at, lo, hi, np.arange(64, dtype=np.int32)), scores, scratch)
+out, lse = np.empty(q.shape, acc), np.empty((1, 1, 64), acc)
+backend.attend(q, q, q, out, lse, work, first=True, final=np.empty_like(q))
+print(time.perf_counter() - start)
+"""
+
+
+def first():
+    """Seconds from the backend's making to the end of its first forward, by the clock on the wall: needs an idle machine."""
+    for dtype in DTYPES:
+        with tempfile.TemporaryDirectory() as cache:
+            environ = {**os.environ, "BURSTMPI_CACHE": cache}
+            run = lambda: float(subprocess.run([sys.executable, "-c", FIRST, dtype], env=environ, check=True, capture_output=True).stdout)  # noqa: B023, E731
+            empty, full = run(), statistics.median(run() for _ in range(5))
+        print(f"{dtype}: first call of a machine {empty:.1f} s, of a later program {1000 * full:.0f} ms", flush=True)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", action="append", help="dtype:head_dim:full|causal")
@@ -232,9 +272,11 @@ def main():
     parser.add_argument("--flags", default="", help="more flags for the compiler, such as -DBURST_KEYS_FORWARD=96")
     parser.add_argument("--rules", action="store_true", help="rules, grouped heads and odd head dims, beside the plain case")
     parser.add_argument("--threads", action="store_true", help="two threads beside one")
+    parser.add_argument("--first", action="store_true", help="the first call of a program")
     args = parser.parse_args()
-    if args.isa and not args.isa.startswith("amx"):
-        os.environ["MKL_ENABLE_INSTRUCTIONS"] = "AVX512_E3"  # PyTorch without AMX as well
+    if args.first:
+        return first()
+    os.environ.update(PEER.get(args.isa, {}))
     backend = host.HostBackend(args.isa, threads=1, extra_flags=args.flags.split())
     if args.rules:
         return rules(backend, args.repeats)

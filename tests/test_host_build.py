@@ -225,7 +225,7 @@ def test_sanitizers_report_nothing(isa, tmp_path):
     if not os.path.isabs(found):
         pytest.skip("this compiler has no libasan")
     flags = ("-fsanitize=address,undefined", "-fno-sanitize=alignment", "-fno-sanitize-recover=undefined", "-O1", "-g")
-    dtypes = ["bfloat16"] if isa in ("amx", "avx512bf16") else ["float32"] if isa == "amx-split" else ["float32", "float16", "float64"]
+    dtypes = {"amx": ["bfloat16", "float32"], "amx-bf16": ["bfloat16"], "avx512bf16": ["bfloat16"]}.get(isa, ["float32", "float16", "float64"])
     program = tmp_path / "sanitized.py"
     program.write_text(SANITIZED.format(here=str(HERE), isa=isa, flags=flags, dtypes=dtypes))
     environ = {

@@ -22,7 +22,7 @@ RULES = {
     "scale": {"scale": 0.31},
 }
 
-NARROW = ("amx", "amx-split", "avx512bf16")  # P and dS are rounded to bfloat16 before they are multiplied
+NARROW = ("amx", "amx-bf16", "avx512bf16")  # P and dS are rounded to bfloat16 before they are multiplied
 
 
 @pytest.fixture(scope="module", params=list(ISAS))

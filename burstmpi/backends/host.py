@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
@@ -39,8 +40,8 @@ _TILES = ("avx512f", "avx512dq", "avx512bw", "avx512vl", "avx2", "fma", "avx512_
 
 # name: what /proc/cpuinfo must list; the first that a CPU has is taken
 ISAS = {
-    "amx": _TILES,  # bfloat16 on AMX
-    "amx-split": _TILES,  # and float32 as three bfloat16 pieces: where that wins, see docs/host.md
+    "amx": _TILES,  # bfloat16 on AMX, and float32 as three bfloat16 pieces
+    "amx-bf16": _TILES,  # only bfloat16 on AMX
     "avx512bf16": ("avx512f", "avx512dq", "avx512bw", "avx512vl", "avx2", "fma", "avx512_bf16"),  # bfloat16 by vdpbf16ps
     "avx512": ("avx512f", "avx512dq", "avx512bw", "avx512vl", "avx2", "fma"),
     "avx2": ("avx2", "fma"),
@@ -50,7 +51,7 @@ ISAS = {
 # (instruction set, type): the compiler's flags.  Types that are not listed go by their accumulator.
 FLAGS = {
     ("amx", "bfloat16"): [*_AMX, "-DBURST_KEYS_FORWARD=256", "-DBURST_KEYS_BACKWARD=128"],
-    ("amx", "float32"): [*_AMX, "-DBURST_PIECES=3", "-DBURST_KEYS_FORWARD=192"],
+    ("amx", "float32"): [*_AMX, "-DBURST_PIECES=3", "-DBURST_KEYS_FORWARD=256", "-DBURST_KEYS_BACKWARD=256"],
     ("avx512bf16", "bfloat16"): [*_DOT, "-DBURST_KEYS_FORWARD=192", "-DBURST_KEYS_BACKWARD=96"],
     ("avx512", "float32"): _AVX512,
     ("avx512", "float64"): [*_AVX512, "-DBURST_DOUBLE"],
@@ -62,10 +63,10 @@ FLAGS = {
 
 
 def variant(isa: str, dtype) -> tuple[str, str]:
-    """Which key of ``FLAGS`` computes arrays of that type: AMX knows bfloat16 and, by pieces, float32."""
-    name = np.dtype(dtype).name
-    if isa in ("amx", "amx-split"):
-        isa = "amx" if name == "bfloat16" or (name == "float32" and isa == "amx-split") else "avx512"
+    """Which key of ``FLAGS`` computes arrays of that type (or its name): AMX knows bfloat16 and, by pieces, float32."""
+    name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
+    if isa in ("amx", "amx-bf16"):
+        isa = "amx" if name == "bfloat16" or (name == "float32" and isa == "amx") else "avx512"
     if isa == "avx512bf16" and name != "bfloat16":
         isa = "avx512"
     return (isa, name) if (isa, name) in FLAGS else (isa, "float32")
@@ -214,6 +215,30 @@ def _library(which, extra=()) -> _Library:
     return _LIBRARIES[key]
 
 
+def _libraries(keys, extra) -> list[_Library]:
+    """Several at once: what is not in the cache is compiled side by side."""
+    if len(keys) == 1 or all((key, extra) in _LIBRARIES for key in keys):
+        return [_library(key, extra) for key in keys]
+    with ThreadPoolExecutor(len(keys)) as pool:
+        return list(pool.map(lambda key: _library(key, extra), keys))
+
+
+def _buildable(isas) -> str:
+    """The first of these instruction sets that the compiler knows.
+
+    A compiler may be older than the CPU; and whether there is one at all must be known before the first call.
+    """
+    errors = []
+    for isa in isas:
+        flags = FLAGS[variant(isa, "bfloat16")]
+        try:
+            compile.load(f"probe-{isa}", _sources() / "probe.c", [*BASE_FLAGS, *flags])
+            return isa
+        except BuildError as error:
+            errors.append(error)
+    raise errors[0]
+
+
 # ---------------------------------------------------------------- the backend
 
 
@@ -237,19 +262,18 @@ class HostBackend(NumpyBackend):
     name = "host"
 
     def __init__(self, isa: str | None = None, threads: int | None = None, extra_flags=()):
-        isa = isa or os.environ.get("BURSTMPI_ISA") or available()[0]
-        if isa not in ISAS:
+        isa = isa or os.environ.get("BURSTMPI_ISA")
+        if isa and isa not in ISAS:
             raise ValueError(f"BURSTMPI_ISA: must be one of {', '.join(ISAS)}, got {isa!r}")
-        if missing(isa):
+        if isa and missing(isa):
             raise ValueError(f"BURSTMPI_ISA: this CPU has no {', '.join(missing(isa))}, so {isa!r} cannot run")
-        self.isa, self.threads, self._extra = isa, threads or threads_here(), tuple(extra_flags)
-        self._of(np.float32)  # now rather than in the first call: choose() must know whether it works
+        self.isa, self.threads, self._extra = _buildable([isa] if isa else available()), threads or threads_here(), tuple(extra_flags)
 
     def _of(self, dtype) -> list[_Library]:
         """The kernels for arrays of that type, then those for numbers that the first cannot split."""
         which = variant(self.isa, dtype)
         keys = [which, ("avx512", "float32")] if which == ("amx", "float32") else [which]
-        return [_library(key, self._extra) for key in keys]
+        return _libraries(tuple(keys), self._extra)
 
     # ------------------------------------------------------------ sizes
 

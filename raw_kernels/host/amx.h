@@ -3,7 +3,7 @@
  * PIECES is 1 for bfloat16 and 3 for float32: a float32 is the exact sum of three bfloat16, x = x0 + x1 + x2, each
  * about 2^-9 of the one before, and of the nine products of two such sums the six largest keep float32's accuracy:
  *
- *   x y ~ x2 y0 + x1 y0 + x1 y1 + x0 y1 + x0 y2 + x0 y0        (what is left out is below 2^-26 of it)
+ *   x y ~ x2 y0 + x1 y0 + x1 y1 + x0 y1 + x0 y2 + x0 y0        (what is left out is about 2^-25 of it)
  *
  * Six products at sixteen times the speed are still 2.7 times the vector units.  Pieces lie in planes, one after another.
  *
@@ -40,6 +40,8 @@ _Static_assert(NR % STEP == 0 && KR == STEP, "panels and blocks are whole tiles"
 typedef struct { const bf16 *at; int64_t ld, plane; } rows_of;
 typedef struct { const uint32_t *at; int64_t ld, plane; } pairs_of;
 
+/* Tile registers rest when they are not used for some hundred cycles, and take as many to come back.  So scores are made for a
+ * group of lanes at a time, and the vector code between two such products is kept short. */
 #ifdef BURST_DOT
 #include "dot.h"
 #else
@@ -115,14 +117,14 @@ INLINE void multiply(rows_of a, int64_t offset_a, pairs_of b, int64_t offset_b)
 #endif
 }
 
-/* s[32 keys][NR] = k[32 keys][depth] q[depth][NR]; depth a multiple of 32 */
-NOINLINE void bf16_scores(rows_of k, pairs_of q, int64_t depth, float *s)
+#define GROUP 32 /* lanes whose scores are made at a time */
+
+/* s[32 keys][NR] = k[32 keys][depth] q[depth][NR], of the lanes [lane, lane + GROUP); depth a multiple of 32 */
+NOINLINE void bf16_scores(rows_of k, pairs_of q, int64_t depth, float *s, int lane)
 {
-    for (int lane = 0; lane < NR; lane += 32) {
-        ZERO_C();
-        for (int64_t c = 0; c < depth; c += STEP) multiply(k, c, q, c / 2 * NR + lane);
-        STORE_C(s + lane, NR);
-    }
+    ZERO_C();
+    for (int64_t c = 0; c < depth; c += STEP) multiply(k, c, q, c / 2 * NR + lane);
+    STORE_C(s + lane, NR);
 }
 
 /* o[c][NR] += turned[c][keys] p[keys][NR], over `columns` (a multiple of 32) columns c */
@@ -353,13 +355,21 @@ INLINE void put_both(bf16 *rows, int64_t plane_rows, uint32_t *pairs, int64_t pl
     }
 }
 #else
+/* Weights are cut off, not rounded: three pieces of 8 bits are all 24 of them, and a word's upper half needs no work.  The
+ * other factor's pieces are rounded to nearest, so that what is left out (2^-16 by 2^-9 of the product) has no sign of its own. */
+#define UPPER _mm512_set1_epi32((INT)0xffff0000)
+INLINE vec rest(vec x) { return x - (vec)_mm512_and_si512((__m512i)x, UPPER); }
+INLINE vec upper_halves(vec low, vec high) /* a pair: of low and of high */
+{
+    return (vec)_mm512_ternarylogic_epi32(_mm512_srli_epi32((__m512i)low, 16), (__m512i)high, UPPER, 0xf8); /* a | (b & c) */
+}
+
 INLINE void put_pair(uint32_t *pairs, int64_t plane, vec a, vec b)
 {
     UNROLL for (int piece = 0; piece < PIECES; piece++) {
-        const vec x = leading(a), y = leading(b);
-        put(pairs + piece * plane, (vec)(_mm512_or_si512(_mm512_srli_epi32((__m512i)x, 16), (__m512i)y)));
-        a -= x;
-        b -= y;
+        put(pairs + piece * plane, upper_halves(a, b));
+        a = rest(a);
+        b = rest(b);
     }
 }
 
@@ -368,17 +378,12 @@ INLINE void put_both(bf16 *rows, int64_t plane_rows, uint32_t *pairs, int64_t pl
     const __m512i heads = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27, 25, 23,
                                            21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
     UNROLL for (int piece = 0; piece < PIECES; piece++) {
-        vec h[2][2];
-        UNROLL for (int r = 0; r < 2; r++) UNROLL for (int i = 0; i < 2; i++) {
-            h[r][i] = leading(x[r][i]);
-            x[r][i] -= h[r][i];
-        }
         UNROLL for (int r = 0; r < 2; r++)
             put(rows + piece * plane_rows + r * NR,
-                (vec)_mm512_permutex2var_epi16((__m512i)h[r][0], heads, (__m512i)h[r][1]));
+                (vec)_mm512_permutex2var_epi16((__m512i)x[r][0], heads, (__m512i)x[r][1]));
         if (pairs) UNROLL for (int i = 0; i < 2; i++)
-            put(pairs + piece * plane_pairs + i * LANES,
-                (vec)_mm512_or_si512(_mm512_srli_epi32((__m512i)h[0][i], 16), (__m512i)h[1][i]));
+            put(pairs + piece * plane_pairs + i * LANES, upper_halves(x[0][i], x[1][i]));
+        UNROLL for (int r = 0; r < 2; r++) UNROLL for (int i = 0; i < 2; i++) x[r][i] = rest(x[r][i]);
     }
 }
 #endif

@@ -8,7 +8,7 @@
 typedef struct {
     gradient_panel panels[BURST_PANELS];
     bf16_tile tile;
-    float *s, *dp;        /* [KR, NR] a block's scores, then P; dP, then dS */
+    float *s[2], *dp[2];  /* [KR, NR] a block's scores, then P; dP, then dS; of this block and the next */
     float *slopes;        /* [KR, NR] of the cap */
     bf16 *p, *ds;         /* [PIECES, keys, NR] in rows */
     uint32_t *ds_pairs;   /* [PIECES, keys / 2, NR] dS, pairs of keys */
@@ -27,8 +27,10 @@ INLINE void take_backward(arena *a, backward_room *w, const call *c)
     w->width = ROUND_UP(b->dim_v, STEP);
     w->ld = MAX(w->depth, w->width) + STEP;
     take_bf16_tile(a, &w->tile, c, 1);
-    w->s = TAKE(a, float, KR * NR);
-    w->dp = TAKE(a, float, KR * NR);
+    for (int i = 0; i < 2; i++) {
+        w->s[i] = TAKE(a, float, KR * NR);
+        w->dp[i] = TAKE(a, float, KR * NR);
+    }
     w->slopes = TAKE(a, float, KR * NR);
     w->plane = keys * NR;
     w->p = TAKE(a, bf16, PIECES * w->plane);
@@ -49,30 +51,31 @@ INLINE void take_backward(arena *a, backward_room *w, const call *c)
 
 INLINE pairs_of paired_rows_of(const void *panel, int64_t padded) { return (pairs_of){panel, padded, NR / 2 * padded}; }
 
-/* Weights of keys i, i + 1 and lanes j, j + 1 of a block that starts at `start` in the tile's arrays */
-INLINE void put_weights(const backward_room *w, int64_t start, int i, int j, vec p[2][2], vec ds[2][2])
+/* Weights of keys i, i + 1 and 32 lanes of a block that starts at `start` in the tile's arrays */
+INLINE void put_weights(const backward_room *w, int64_t start, int i, int lane, vec p[2][2], vec ds[2][2])
 {
-    const int64_t at = start + i * NR + j * LANES;
+    const int64_t at = start + i * NR + lane;
     put_both(w->p + at, w->plane, NULL, 0, p);
-    put_both(w->ds + at, w->plane, w->ds_pairs + (start + i * NR) / 2 + j * LANES, w->plane / 2, ds);
+    put_both(w->ds + at, w->plane, w->ds_pairs + (start + i * NR) / 2 + lane, w->plane / 2, ds);
 }
 
-/* P = 2^(factor s - lse), dS = P (dP - delta), for a block that is seen in full and not bent */
-NOINLINE void weigh_again(const backward_room *w, float factor, const gradient_panel *q, int64_t start)
+/* P = 2^(factor s - lse), dS = P (dP - delta), for keys [from, to) and GROUP lanes of a block that is seen in full and not bent */
+NOINLINE void weigh_again(const backward_room *w, const float *s, const float *dp, float factor, const gradient_panel *q,
+                          int64_t start, int lane, int from, int to)
 {
-    for (int j = 0; j < VR; j += 2) {
+    for (int j = lane; j < lane + GROUP; j += 2 * LANES) {
         vec lse[2], low[2], delta[2];
         UNROLL for (int h = 0; h < 2; h++) {
-            lse[h] = load(q->lse + (j + h) * LANES);
-            low[h] = load(q->lse_low + (j + h) * LANES);
-            delta[h] = load(q->delta + (j + h) * LANES);
+            lse[h] = load(q->lse + j + h * LANES);
+            low[h] = load(q->lse_low + j + h * LANES);
+            delta[h] = load(q->delta + j + h * LANES);
         }
-        for (int i = 0; i < KR; i += 2) {
+        for (int i = from; i < to; i += 2) {
             vec pv[2][2], dsv[2][2];
             UNROLL for (int r = 0; r < 2; r++) UNROLL for (int h = 0; h < 2; h++) {
-                const int at = (i + r) * NR + (j + h) * LANES;
-                pv[r][h] = exp2_vec(fused(load(w->s + at), factor, lse[h]) - low[h]);
-                dsv[r][h] = pv[r][h] * (load(w->dp + at) - delta[h]);
+                const int at = (i + r) * NR + j + h * LANES;
+                pv[r][h] = exp2_vec(fused(load(s + at), factor, lse[h]) - low[h]);
+                dsv[r][h] = pv[r][h] * (load(dp + at) - delta[h]);
             }
             put_weights(w, start, i, j, pv, dsv);
         }
@@ -80,31 +83,31 @@ NOINLINE void weigh_again(const backward_room *w, float factor, const gradient_p
 }
 
 /* The same for any block: scores are bent and masked, and hidden pairs are 0 whatever came out there. */
-NOINLINE void weigh_any(backward_room *w, const gradient_panel *q, int64_t block, int cut, int64_t start)
+NOINLINE void weigh_any(backward_room *w, float *s, float *dp, const gradient_panel *q, int64_t block, int cut, int64_t start)
 {
     const key_tile *t = &w->tile.at;
     for (int i = 0; i < KR; i++)
         for (int j = 0; j < VR; j++) {
             const int at = i * NR + j * LANES;
-            const vec x = exp2_vec(fused(load(w->s + at), LOG2E, load(q->lse + j * LANES)) - load(q->lse_low + j * LANES));
-            vec y = x * (load(w->dp + at) - load(q->delta + j * LANES));
+            const vec x = exp2_vec(fused(load(s + at), LOG2E, load(q->lse + j * LANES)) - load(q->lse_low + j * LANES));
+            vec y = x * (load(dp + at) - load(q->delta + j * LANES));
             if (w->how.softcap != 0) y *= load(w->slopes + at);
-            store(w->s + at, x);
-            store(w->dp + at, y);
+            store(s + at, x);
+            store(dp + at, y);
         }
     if (cut) {
         const int live = (int)MIN(KR, t->live - block * KR);
-        hide_block(w->s, &q->q, t->pos + block * KR, live);
-        hide_block(w->dp, &q->q, t->pos + block * KR, live);
+        hide_block(s, &q->q, t->pos + block * KR, live);
+        hide_block(dp, &q->q, t->pos + block * KR, live);
     }
     for (int i = 0; i < KR; i += 2)
         for (int j = 0; j < VR; j += 2) {
             vec pv[2][2], dsv[2][2];
             UNROLL for (int r = 0; r < 2; r++) UNROLL for (int h = 0; h < 2; h++) {
-                pv[r][h] = load(w->s + (i + r) * NR + (j + h) * LANES);
-                dsv[r][h] = load(w->dp + (i + r) * NR + (j + h) * LANES);
+                pv[r][h] = load(s + (i + r) * NR + (j + h) * LANES);
+                dsv[r][h] = load(dp + (i + r) * NR + (j + h) * LANES);
             }
-            put_weights(w, start, i, j, pv, dsv);
+            put_weights(w, start, i, j * LANES, pv, dsv);
         }
 }
 
@@ -131,6 +134,31 @@ NOINLINE void add_gradients_carefully(gradient_panel *p, backward_room *w, const
         }
 }
 
+/* P and dS of the blocks [from, to).  The products of the next block are made between the weights of this one. */
+NOINLINE void weigh_blocks(const gradient_panel *p, backward_room *w, const burst_block *b, int64_t from, int64_t to, int full)
+{
+    const bf16_tile *t = &w->tile;
+    const int capped = w->how.softcap != 0, plain = !capped && !w->how.alibi;
+    const pairs_of query = columns_of(p->query, b->d), dout = columns_of(p->dout, b->dim_v);
+    for (int lane = 0; lane < NR; lane += GROUP) {
+        bf16_scores(keys_of(t, from), query, w->depth, w->s[0], lane);
+        bf16_scores(values_of(t, from), dout, w->width, w->dp[0], lane);
+    }
+    for (int64_t block = from; block < to; block++) {
+        const int now = (block - from) & 1, next = 1 - now, more = block + 1 < to;
+        const int64_t at = (block - from) * KR * NR;
+        const int cut = !full && block_sight(&t->at, &p->q, block) != FULL, even = plain && !cut;
+        const float factor = bend_scores(t, block, &p->q, b, &w->how, w->s[now], capped ? w->slopes : NULL) * LOG2E;
+        if (!even) weigh_any(w, w->s[now], w->dp[now], p, block, cut, at);
+        for (int lane = 0; lane < NR; lane += GROUP) {
+            if (more) bf16_scores(keys_of(t, block + 1), query, w->depth, w->s[next], lane);
+            if (even) weigh_again(w, w->s[now], w->dp[now], factor, p, at, lane, 0, KR / 2);
+            if (more) bf16_scores(values_of(t, block + 1), dout, w->width, w->dp[next], lane);
+            if (even) weigh_again(w, w->s[now], w->dp[now], factor, p, at, lane, KR / 2, KR);
+        }
+    }
+}
+
 NOINLINE int backward_tile(gradient_panel *p, backward_room *w, const call *c, int64_t batch, int64_t head)
 {
     const burst_block *b = c->b;
@@ -139,19 +167,7 @@ NOINLINE int backward_tile(gradient_panel *p, backward_room *w, const call *c, i
     int full;
     seen_blocks(&t->at, &p->q, &from, &to, &full);
     if (from == to) return 0;
-    const int capped = w->how.softcap != 0, plain = !capped && !w->how.alibi;
-    for (int64_t block = from; block < to; block++) {
-        const int64_t at = (block - from) * KR * NR;
-        const int cut = !full && block_sight(&t->at, &p->q, block) != FULL;
-        bf16_scores(values_of(t, block), columns_of(p->dout, b->dim_v), w->width, w->dp);
-        if (plain && !cut) {
-            bf16_scores(keys_of(t, block), columns_of(p->query, b->d), w->depth, w->s);
-            weigh_again(w, SCORE_FACTOR(b) * LOG2E, p, at);
-        } else {
-            score_any(t, block, &p->q, p->query, b, &w->how, w->s, capped ? w->slopes : NULL);
-            weigh_any(w, p, block, cut, at);
-        }
-    }
+    weigh_blocks(p, w, b, from, to, full);
     const int64_t keys = (to - from) * KR;
     if (!full && (t->at.wild_k || t->at.wild_v || p->wild)) {
         add_gradients_carefully(p, w, c, batch, head, from, to);

@@ -50,16 +50,17 @@ INLINE pairs_of columns_of(const void *panel, int64_t n)
     return (pairs_of){panel, NR, padded / 2 * NR};
 }
 
-/* P = 2^(factor s - m) of `keys` keys, as pairs of keys, and their sums; low only counts where the panel is wide */
-INLINE void weigh_panel(const float *s, int64_t keys, float factor, const panel *state, uint32_t *pairs, int64_t plane,
-                      vec *sum, const int wide)
+/* P = 2^(factor s - m) of `keys` keys and the lanes [lane, lane + count), as pairs of keys, and their sums; low only counts where the
+ * panel is wide */
+INLINE void weigh_lanes(const float *s, int64_t keys, float factor, const panel *state, uint32_t *pairs, int64_t plane,
+                        vec *sum, int lane, int count, const int wide)
 {
-    for (int j = 0; j < VR; j++) {
-        const vec m = load(state->ref + j * LANES), low = wide ? load(state->low + j * LANES) : zero();
+    for (int j = lane; j < lane + count; j += LANES) {
+        const vec m = load(state->ref + j), low = wide ? load(state->low + j) : zero();
         vec even = zero(), odd = zero();
         for (int64_t i = 0; i < keys; i += 2) {
-            vec a = fused(load(s + i * NR + j * LANES), factor, m);
-            vec b = fused(load(s + (i + 1) * NR + j * LANES), factor, m);
+            vec a = fused(load(s + i * NR + j), factor, m);
+            vec b = fused(load(s + (i + 1) * NR + j), factor, m);
             if (wide) {
                 a -= low;
                 b -= low;
@@ -68,44 +69,55 @@ INLINE void weigh_panel(const float *s, int64_t keys, float factor, const panel 
             b = exp2_vec(b);
             even += a;
             odd += b;
-            put_pair(pairs + i / 2 * NR + j * LANES, plane, a, b);
+            put_pair(pairs + i / 2 * NR + j, plane, a, b);
         }
-        sum[j] += even + odd;
+        sum[j / LANES] += even + odd;
     }
 }
 
-NOINLINE void weigh(const float *s, int64_t keys, float factor, const panel *state, uint32_t *pairs, int64_t plane,
-                    vec *sum)
+/* Of a block of KR keys */
+NOINLINE void weigh(const float *s, float factor, const panel *state, uint32_t *pairs, int64_t plane, vec *sum, int lane)
 {
-    weigh_panel(s, keys, factor, state, pairs, plane, sum, 0);
+    weigh_lanes(s, KR, factor, state, pairs, plane, sum, lane, GROUP, 0);
 }
 
 NOINLINE void weigh_wide(const float *s, int64_t keys, float factor, const panel *state, uint32_t *pairs, int64_t plane,
                          vec *sum)
 {
-    weigh_panel(s, keys, factor, state, pairs, plane, sum, 1);
+    weigh_lanes(s, keys, factor, state, pairs, plane, sum, 0, NR, 1);
 }
 
-/* Scores of a block, bent and masked. */
-NOINLINE void score_any(const bf16_tile *t, int64_t block, const lanes *q, const void *query, const burst_block *b,
-                        const bend *how, float *s, float *slopes)
+INLINE void scale_block(float *s, float factor) /* [KR, NR] */
 {
-    bf16_scores(keys_of(t, block), columns_of(query, b->d), ROUND_UP(b->d, STEP), s);
-    const float factor = SCORE_FACTOR(b);
     for (int i = 0; i < KR * VR; i++) store(s + i * LANES, load(s + i * LANES) * factor);
-    const int cut = block_sight(&t->at, q, block) != FULL;
-    if (cut || how->softcap != 0 || how->alibi)
-        bend_block(s, slopes, q, how, t->at.pos + block * KR, (int)MIN(KR, t->at.live - block * KR), cut);
 }
 
-NOINLINE void tile_with_maximum(panel *p, forward_room *w, int64_t from, int64_t to, const burst_block *b, vec *sum)
+/* Products s of a block become scores, bent and masked; slopes as in bend_block.  Returns what they are still to be multiplied by. */
+INLINE float bend_scores(const bf16_tile *t, int64_t block, const lanes *q, const burst_block *b, const bend *how, float *s,
+                         float *slopes)
+{
+    const float factor = SCORE_FACTOR(b);
+    const int cut = block_sight(&t->at, q, block) != FULL;
+    if (!cut && how->softcap == 0 && !how->alibi) return factor;
+    if (factor != 1) scale_block(s, factor);
+    bend_block(s, slopes, q, how, t->at.pos + block * KR, (int)MIN(KR, t->at.live - block * KR), cut);
+    return 1;
+}
+
+/* Blocks [from, to) the classic way: scores, their maximum, weights. */
+NOINLINE void weigh_with_maximum(panel *p, forward_room *w, int64_t from, int64_t to, const burst_block *b, vec *sum)
 {
     const int64_t keys = (to - from) * KR;
-    for (int64_t block = from; block < to; block++)
-        score_any(&w->tile, block, &p->q, p->query, b, &w->how, w->s + (block - from) * KR * NR, NULL);
+    for (int64_t block = from; block < to; block++) {
+        float *s = w->s + (block - from) * KR * NR;
+        for (int lane = 0; lane < NR; lane += GROUP)
+            bf16_scores(keys_of(&w->tile, block), columns_of(p->query, b->d), ROUND_UP(b->d, STEP), s, lane);
+        const float factor = bend_scores(&w->tile, block, &p->q, b, &w->how, s, NULL);
+        if (factor != 1) scale_block(s, factor);
+    }
     raise_maximum(p, w->s, keys, b->dim_v);
     UNROLL for (int j = 0; j < VR; j++) sum[j] = zero();
-    (p->wide ? weigh_wide : weigh)(w->s, keys, LOG2E, p, w->p, w->plane, sum);
+    weigh_wide(w->s, keys, LOG2E, p, w->p, w->plane, sum);
 }
 
 /* Pair by pair: see scores.h. */
@@ -126,41 +138,75 @@ NOINLINE void add_values_carefully(panel *p, forward_room *w, const call *c, int
     }
 }
 
+INLINE void add_sums(panel *p, const vec *sum)
+{
+    UNROLL for (int j = 0; j < VR; j++) store(p->l + j * LANES, load(p->l + j * LANES) + sum[j]);
+}
+
+NOINLINE void forward_classic(panel *p, forward_room *w, const call *c, int64_t batch, int64_t head, int64_t from, int64_t to,
+                              int careful)
+{
+    vec sum[VR];
+    weigh_with_maximum(p, w, from, to, c->b, sum);
+    add_sums(p, sum);
+    if (careful)
+        add_values_carefully(p, w, c, batch, head, from, to);
+    else
+        bf16_add_panel(turned_of(&w->tile, from), (pairs_of){w->p, NR, w->plane}, (to - from) * KR, p->out,
+                       ROUND_UP(c->b->dim_v, STEP));
+}
+
+/* Blocks [from, to) with the m that there is.  Returns the first block that is not added: to, or from where weights are too high.
+ * The products of the next block are made between the weights of this one, a group of lanes at a time. */
+NOINLINE int64_t forward_blocks(panel *p, forward_room *w, const burst_block *b, int64_t from, int64_t to)
+{
+    const bf16_tile *t = &w->tile;
+    const pairs_of query = columns_of(p->query, b->d);
+    const int64_t depth = ROUND_UP(b->d, STEP);
+    float *s = w->s, *next = w->s + KR * NR;
+    vec sum[VR];
+    UNROLL for (int j = 0; j < VR; j++) sum[j] = zero();
+    for (int lane = 0; lane < NR; lane += GROUP) bf16_scores(keys_of(t, from), query, depth, s, lane);
+    for (int64_t block = from; block < to; block++) {
+        uint32_t *pairs = w->p + (block - from) * KR / 2 * NR;
+        const float factor = bend_scores(t, block, &p->q, b, &w->how, s, NULL) * LOG2E;
+        ask_all(w->ahead, 2, to - block);
+        for (int lane = 0; lane < NR; lane += GROUP) {
+            if (block + 1 < to) bf16_scores(keys_of(t, block + 1), query, depth, next, lane);
+            weigh(s, factor, p, pairs, w->plane, sum, lane);
+        }
+        float *done = s;
+        s = next;
+        next = done;
+    }
+    if (too_high(sum)) return from;
+    add_sums(p, sum);
+    bf16_add_panel(turned_of(t, from), (pairs_of){w->p, NR, w->plane}, (to - from) * KR, p->out, ROUND_UP(b->dim_v, STEP));
+    return to;
+}
+
 /* Returns how many counted tiles it computed. */
 NOINLINE int forward_tile(panel *p, forward_room *w, const call *c, int64_t batch, int64_t head)
 {
-    const burst_block *b = c->b;
-    const bf16_tile *t = &w->tile;
+    const key_tile *t = &w->tile.at;
     int64_t from, to;
     int full;
-    seen_blocks(&t->at, &p->q, &from, &to, &full);
+    seen_blocks(t, &p->q, &from, &to, &full);
     if (from == to) return 0;
-    const int plain = w->how.softcap == 0 && !w->how.alibi;
-    const float factor = SCORE_FACTOR(b) * LOG2E;
-    vec sum[VR];
-    UNROLL for (int j = 0; j < VR; j++) sum[j] = zero();
-    if (p->wide || (p->unset && waits_for(p, &t->at))) {
-        tile_with_maximum(p, w, from, to, b, sum);
-    } else {
-        for (int64_t block = from; block < to; block++) {
-            ask_all(w->ahead, 2, to - block);
-            uint32_t *pairs = w->p + (block - from) * KR / 2 * NR;
-            if (plain && (full || block_sight(&t->at, &p->q, block) == FULL)) {
-                bf16_scores(keys_of(t, block), columns_of(p->query, b->d), ROUND_UP(b->d, STEP), w->s);
-                weigh(w->s, KR, factor, p, pairs, w->plane, sum);
-            } else {
-                score_any(t, block, &p->q, p->query, b, &w->how, w->s, NULL);
-                weigh(w->s, KR, LOG2E, p, pairs, w->plane, sum);
-            }
+    const int64_t counted = (to * KR - 1) / BURST_KEYS_BACKWARD - from * KR / BURST_KEYS_BACKWARD + 1;
+    const int careful = t->wild_v && !full;
+    while (from < to) {
+        int64_t end = from; /* of the blocks in which nobody waits for an m */
+        if (!p->wide && !careful)
+            while (end < to && !(p->unset && waits_for(p, t->block_min[end], t->block_max[end]))) end++;
+        const int64_t added = end > from ? forward_blocks(p, w, c->b, from, end) : from;
+        if (added == from) { /* a lane gets its m from the first block in which it sees something */
+            if (end == from) end = p->wide || careful ? to : from + 1;
+            forward_classic(p, w, c, batch, head, from, end, careful);
         }
-        if (too_high(sum)) tile_with_maximum(p, w, from, to, b, sum);
+        from = end;
     }
-    UNROLL for (int j = 0; j < VR; j++) store(p->l + j * LANES, load(p->l + j * LANES) + sum[j]);
-    if (t->at.wild_v && !full)
-        add_values_carefully(p, w, c, batch, head, from, to);
-    else
-        bf16_add_panel(turned_of(t, from), (pairs_of){w->p, NR, w->plane}, (to - from) * KR, p->out, ROUND_UP(b->dim_v, STEP));
-    return (int)((to * KR - 1) / BURST_KEYS_BACKWARD - from * KR / BURST_KEYS_BACKWARD + 1);
+    return (int)counted;
 }
 
 static void forward_worker(call *c, int thread, arena scratch)

@@ -41,10 +41,12 @@ INLINE void dot_add(const bf16 *a, int64_t ld_a, const uint32_t *b, int64_t ld_b
     }
 }
 
+#define GROUP NR /* lanes whose scores are made at a time */
+
 /* s[32 keys][NR] = k[32 keys][depth] q[depth][NR] */
-NOINLINE void bf16_scores(rows_of k, pairs_of q, int64_t depth, float *s)
+NOINLINE void bf16_scores(rows_of k, pairs_of q, int64_t depth, float *s, int lane)
 {
-    for (int lane = 0; lane < NR; lane += 3 * LANES)
+    for (; lane < NR; lane += 3 * LANES)
         for (int key = 0; key < STEP; key += DOT_ROWS) {
             vec acc[DOT_ROWS][3];
             dot_block(k.at + key * k.ld, k.ld, q.at + lane, q.ld, depth / 2, acc, 3);

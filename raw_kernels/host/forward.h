@@ -143,7 +143,7 @@ NOINLINE int forward_tile(panel *p, forward_room *w, const burst_block *b)
     vec sum[VR];
     UNROLL for (int j = 0; j < VR; j++) sum[j] = (vec){0};
     if (p->unset) first_maximum(p, w, from, to, b);
-    if (p->wide || (p->unset && waits_for(p, t))) {
+    if (p->wide || (p->unset && waits_for(p, t->min, t->max))) {
         tile_with_maximum(p, w, from, to, b->d, b->dim_v, sum);
     } else {
         for (int64_t block = from; block < to; block++) {

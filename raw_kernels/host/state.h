@@ -130,13 +130,12 @@ INLINE int too_high(const vec *sum)
     return any(high);
 }
 
-/* Whether a lane that has no m yet may see something in this tile */
-INLINE int waits_for(const panel *p, const key_tile *t)
+/* Whether a lane that has no m yet may see one of the keys at positions min to max */
+INLINE int waits_for(const panel *p, INT min, INT max)
 {
     for (int i = 0; i < NR; i++)
-        if (p->top[i] == (REAL)-INFINITY && p->q.lo[i] <= t->max && p->q.hi[i] > t->min) return 1;
+        if (p->top[i] == (REAL)-INFINITY && p->q.lo[i] <= max && p->q.hi[i] > min) return 1;
     return 0;
 }
-
 
 #endif

@@ -49,6 +49,13 @@ INLINE void *take(arena *a, int64_t bytes)
 #else
 #define BURST_SPLIT 0
 #endif
+#ifndef BURST_ROOM /* bytes of the panels of a group: CPUs with AMX have 2 MB of L2 */
+#if defined(BURST_AMX) && !defined(BURST_DOT)
+#define BURST_ROOM ((int64_t)3 << 19)
+#else
+#define BURST_ROOM ((int64_t)1 << 20)
+#endif
+#endif
 #ifndef BURST_PANELS /* of a group: a packed tile of keys serves that many */
 #ifdef BURST_AMX
 #define BURST_PANELS 16
@@ -80,9 +87,9 @@ typedef struct {
 INLINE int64_t group_panels_of(const burst_block *b, int backward)
 {
     const int64_t panels = ROUND_UP(b->rows_q, NR) / NR, enough = backward ? 16 : 4 * b->threads;
-    const int64_t room = (int64_t)1 << 20, element = sizeof(REAL) + 2 * BURST_SPLIT;
+    const int64_t element = sizeof(REAL) + 2 * BURST_SPLIT;
     const int64_t panel_bytes = (b->d + b->dim_v) * NR * element * (1 + backward);
-    int64_t n = MIN(BURST_PANELS, MAX(1, room / panel_bytes));
+    int64_t n = MIN(BURST_PANELS, MAX(1, BURST_ROOM / panel_bytes));
     while (n > 1 && b->batch * b->heads * (ROUND_UP(panels, n) / n) < enough) n /= 2;
     const int64_t groups = ROUND_UP(panels, n) / n;
     return ROUND_UP(panels, groups) / groups; /* as even as can be: a small group packs its tiles for few */
