@@ -32,8 +32,8 @@ INLINE void take_backward(arena *a, backward_room *w, const call *c)
     const burst_block *b = c->b;
     const int64_t keys = ROUND_UP(c->tile_keys, KR);
     w->ld = ROUND_UP(MAX(b->d, b->dim_v), LANES) + LANES;
-    take_tile(a, &w->tile, c, 1);
-    take_tile(a, &w->next, c, 1);
+    take_tile(a, &w->tile, c);
+    take_tile(a, &w->next, c);
     w->p = TAKE(a, REAL, keys * NR);
     w->ds = TAKE(a, REAL, keys * NR);
     w->dk = TAKE(a, REAL, strips_size(keys, b->d));
@@ -201,21 +201,21 @@ NOINLINE int backward_tile(gradient_panel *p, backward_room *w, const burst_bloc
     }
     const int64_t keys = (to - from) * KR, all = ROUND_UP(BURST_KEYS_BACKWARD, KR);
     const int careful = !full && (t->wild_k || t->wild_v || p->wild);
-    const REAL *chunks = t->chunks + from * KR * KR;
+    const REAL *rows = t->k + from * KR * t->ld_k;
     if (careful) {
         const INT *pos = t->pos + from * KR;
         const int64_t live = MIN(to * KR, t->live) - from * KR;
         add_rows_carefully(w->p, p->dout_rows, w->dv, from * KR, live, all, b->dim_v, &p->q, pos);
         add_rows_carefully(w->ds, p->query_rows, w->dk, from * KR, live, all, b->d, &p->q, pos);
-        add_panel_carefully(chunks, t->chunk_stride, w->ds, live, p->dq, b->d, &p->q, pos);
+        add_panel_carefully(rows, t->ld_k, w->ds, live, p->dq, b->d, &p->q, pos);
     } else {
         const span *spans = full ? NULL : edge.spans;
         add_rows(w->p, p->dout_rows, w->dv, from * KR, keys, all, b->dim_v, spans);
         add_rows(w->ds, p->query_rows, w->dk, from * KR, keys, all, b->d, spans);
         if (full)
-            add_panel(chunks, t->chunk_stride, w->ds, keys, p->dq, b->d);
+            add_panel(rows, t->ld_k, w->ds, keys, p->dq, b->d);
         else
-            add_panel_runs(chunks, t->chunk_stride, w->ds, edge.runs, edge.n, p->dq, b->d);
+            add_panel_runs(rows, t->ld_k, w->ds, edge.runs, edge.n, p->dq, b->d);
     }
     return 1;
 }
@@ -247,7 +247,7 @@ static int64_t backward_task(backward_room *w, call *c, int thread, task *k, int
         }
     if (k->start < k->end) {
         load_positions(&w->tile, c, k->start);
-        pack_backward(&w->tile, c, k->batch, k->kv_head, 0, 1);
+        pack_keys(&w->tile, c, k->batch, k->kv_head, 0, 1);
     }
     for (int64_t index = k->start, after; index < k->end; index = after) {
         const int64_t turns = panels_at(c, k, index), key = w->tile.first, live = w->tile.live;
@@ -268,12 +268,12 @@ static int64_t backward_task(backward_room *w, call *c, int thread, task *k, int
             w->ahead[4] = stream_panel(&b->q, c, k, i, b->d);
             w->ahead[5] = stream_panel(&b->dout, c, k, i, b->dim_v);
             computed += backward_tile(p, w, b);
-            if (after < k->end) pack_backward(&w->next, c, k->batch, k->kv_head, turn, turns);
+            if (after < k->end) pack_keys(&w->next, c, k->batch, k->kv_head, turn, turns);
             if (next_tile(c, k->sees[i], index + 1, k->end) == k->end) close_gradient(p, c, k->batch, k->head, w->rows, w->ld);
             if (!carry_on(c, thread)) return computed;
             turn++;
         }
-        if (!turns && after < k->end) pack_backward(&w->next, c, k->batch, k->kv_head, 0, 1);
+        if (!turns && after < k->end) pack_keys(&w->next, c, k->batch, k->kv_head, 0, 1);
         const enum turn mine = wait_for_turn(c, thread, k->batch, k->head, group, index);
         if (mine == STOPPED) return computed;
         add_to_keys(&w->tile, w->dk, &b->dk, k->batch, k->kv_head, b->d, (REAL)b->scale, mine);

@@ -27,8 +27,8 @@ INLINE void take_forward(arena *a, forward_room *w, const call *c)
 {
     const burst_block *b = c->b;
     w->ld = ROUND_UP(MAX(b->d, b->dim_v), LANES) + LANES;
-    take_tile(a, &w->tile, c, 0);
-    take_tile(a, &w->next, c, 0);
+    take_tile(a, &w->tile, c);
+    take_tile(a, &w->next, c);
     w->p = TAKE(a, REAL, ROUND_UP(c->tile_keys, KR) * NR);
     w->rows = TAKE(a, REAL, NR * w->ld);
     for (int64_t i = 0; i < c->group_panels; i++) {
@@ -163,14 +163,14 @@ NOINLINE int forward_tile(panel *p, forward_room *w, const burst_block *b)
         if (too_high(sum)) tile_with_maximum(p, w, from, to, b->d, b->dim_v, sum);
     }
     UNROLL for (int j = 0; j < VR; j++) store(p->l + j * LANES, load(p->l + j * LANES) + sum[j]);
-    const REAL *values = t->chunks + from * KR * KR;
+    const REAL *values = t->v + from * KR * t->ld_v;
     if (t->wild_v && !full)
-        add_panel_carefully(values, t->chunk_stride, w->p, MIN(to * KR, t->live) - from * KR, p->out, b->dim_v, &p->q,
+        add_panel_carefully(values, t->ld_v, w->p, MIN(to * KR, t->live) - from * KR, p->out, b->dim_v, &p->q,
                             t->pos + from * KR);
     else if (full)
-        add_panel_ahead(values, t->chunk_stride, w->p, (to - from) * KR, p->out, b->dim_v);
+        add_panel(values, t->ld_v, w->p, (to - from) * KR, p->out, b->dim_v);
     else
-        add_panel_runs(values, t->chunk_stride, w->p, edge.runs, edge.n, p->out, b->dim_v);
+        add_panel_runs(values, t->ld_v, w->p, edge.runs, edge.n, p->out, b->dim_v);
     return (int)((to * KR - 1) / BURST_KEYS_BACKWARD - from * KR / BURST_KEYS_BACKWARD + 1);
 }
 
@@ -197,7 +197,7 @@ static int64_t forward_task(forward_room *w, call *c, int thread, task *k)
     const int64_t start = next_shared(c, k, k->start);
     if (start < k->end) {
         load_positions(&w->tile, c, start);
-        pack_forward(&w->tile, c, k->batch, k->kv_head, 0, 1);
+        pack_keys(&w->tile, c, k->batch, k->kv_head, 0, 1);
     }
     for (int64_t index = start, after; index < k->end; index = after) {
         const int64_t turns = panels_at(c, k, index);
@@ -214,7 +214,7 @@ static int64_t forward_task(forward_room *w, call *c, int thread, task *k)
             const int last = next_tile(c, k->sees[i], index + 1, k->end) == k->end;
             w->ahead[3] = stream_of(to, k->batch, k->head, p->row, last ? p->row + p->count : p->row, b->dim_v, to_type);
             computed += forward_tile(p, w, b);
-            if (after < k->end) pack_forward(&w->next, c, k->batch, k->kv_head, turn, turns);
+            if (after < k->end) pack_keys(&w->next, c, k->batch, k->kv_head, turn, turns);
             if (last) close_panel(p, c, k->batch, k->head, w->rows, w->ld);
             if (!carry_on(c, thread)) return computed;
             turn++;

@@ -31,22 +31,17 @@ INLINE void score_block(const REAL *k,     /* [KR, d], row stride ld */
     }
 }
 
-/* Columns of V or K in chunks of KR: chunk[key][KR], so that one key's broadcasts share a cache line. */
-#define CHUNK_STRIDE(keys) ((int64_t)(keys)*KR + 64 / (int)sizeof(REAL)) /* padded: powers of two would alias in L1 */
-
-/* acc += chunk' p over keys, for the vectors [FIRST, LAST) of a panel */
-INLINE void add_keys(const REAL *chunk, /* [keys, KR] */
-                     const REAL *p,     /* [keys, NR] */
-                     int64_t keys, vec acc[KR][VR], const int FIRST, const int LAST,
-                     const REAL *soon, const REAL *later) /* a line of each is asked for with every key, or NULL */
+/* acc += rows' p over keys, for the vectors [FIRST, LAST) of a panel */
+INLINE void add_keys(const REAL *rows, /* [keys, KR] of rows at stride ld: one key's broadcasts share a line */
+                     int64_t ld,
+                     const REAL *p,    /* [keys, NR] */
+                     int64_t keys, vec acc[KR][VR], const int FIRST, const int LAST)
 {
     for (int64_t key = 0; key < keys; key++) {
         vec b[VR];
-        if (soon) __builtin_prefetch(soon + key * LANES, 0, 3);
-        if (later) __builtin_prefetch(later + key * KR, 0, 3);
         UNROLL for (int j = FIRST; j < LAST; j++) b[j] = load(p + key * NR + j * LANES);
         UNROLL for (int i = 0; i < KR; i++) {
-            const vec x = splat(chunk[key * KR + i]);
+            const vec x = splat(rows[key * ld + i]);
             UNROLL for (int j = FIRST; j < LAST; j++) acc[i][j] += x * b[j];
         }
     }
@@ -64,24 +59,15 @@ INLINE void add_sums(REAL *o, vec acc[KR][VR]) /* o: [KR, NR] */
     }
 }
 
-INLINE void add_panel_any(const REAL *chunks, int64_t stride, const REAL *p, int64_t keys, REAL *o, int64_t columns, const int ahead)
+/* o += rows' p; rows: [keys, columns], columns padded with zeros to whole blocks */
+NOINLINE void add_panel(const REAL *rows, int64_t ld, const REAL *p, int64_t keys, REAL *o, int64_t columns)
 {
-    for (int64_t c = 0; c * KR < columns; c++) {
+    for (int64_t c = 0; c < columns; c += KR) {
         vec acc[KR][VR];
-        const REAL *chunk = chunks + c * stride;
         clear_sums(acc);
-        add_keys(chunk, p, keys, acc, 0, VR, ahead ? o + c * KR * NR : NULL, ahead ? chunk + stride : NULL);
-        add_sums(o + c * KR * NR, acc);
+        add_keys(rows + c, ld, p, keys, acc, 0, VR);
+        add_sums(o + c * NR, acc);
     }
-}
-NOINLINE void add_panel(const REAL *chunks, int64_t stride, const REAL *p, int64_t keys, REAL *o, int64_t columns)
-{
-    add_panel_any(chunks, stride, p, keys, o, columns, 0);
-}
-/* O' and the next chunk are asked for: 1 to 2% of forward, where they come from L2; backward loses by it */
-NOINLINE void add_panel_ahead(const REAL *chunks, int64_t stride, const REAL *p, int64_t keys, REAL *o, int64_t columns)
-{
-    add_panel_any(chunks, stride, p, keys, o, columns, 1);
 }
 
 /* Which vectors [first, last) of a panel see something of a block of KR keys. */
@@ -98,27 +84,27 @@ typedef struct {
 _Static_assert(VR == 3, "the runs below");
 
 /* The same where a panel sees the keys in part: what a whole vector does not see is not computed. */
-NOINLINE void add_panel_runs(const REAL *chunks, int64_t stride, const REAL *p, const run_of_keys *runs, int n, REAL *o, int64_t columns)
+NOINLINE void add_panel_runs(const REAL *rows, int64_t ld, const REAL *p, const run_of_keys *runs, int n, REAL *o, int64_t columns)
 {
-    for (int64_t c = 0; c * KR < columns; c++) {
+    for (int64_t c = 0; c < columns; c += KR) {
         vec acc[KR][VR];
-        const REAL *chunk = chunks + c * stride, *weights = p;
+        const REAL *row = rows + c, *weights = p;
         clear_sums(acc);
         for (int i = 0; i < n; i++) {
             const int64_t keys = runs[i].keys;
             switch (runs[i].seen.first * 4 + runs[i].seen.last) {
-            case 1: add_keys(chunk, weights, keys, acc, 0, 1, NULL, NULL); break;
-            case 2: add_keys(chunk, weights, keys, acc, 0, 2, NULL, NULL); break;
-            case 3: add_keys(chunk, weights, keys, acc, 0, 3, NULL, NULL); break;
-            case 6: add_keys(chunk, weights, keys, acc, 1, 2, NULL, NULL); break;
-            case 7: add_keys(chunk, weights, keys, acc, 1, 3, NULL, NULL); break;
-            case 11: add_keys(chunk, weights, keys, acc, 2, 3, NULL, NULL); break;
+            case 1: add_keys(row, ld, weights, keys, acc, 0, 1); break;
+            case 2: add_keys(row, ld, weights, keys, acc, 0, 2); break;
+            case 3: add_keys(row, ld, weights, keys, acc, 0, 3); break;
+            case 6: add_keys(row, ld, weights, keys, acc, 1, 2); break;
+            case 7: add_keys(row, ld, weights, keys, acc, 1, 3); break;
+            case 11: add_keys(row, ld, weights, keys, acc, 2, 3); break;
             default: break; /* nobody */
             }
-            chunk += keys * KR;
+            row += keys * ld;
             weights += keys * NR;
         }
-        add_sums(o + c * KR * NR, acc);
+        add_sums(o + c * NR, acc);
     }
 }
 
