@@ -19,7 +19,7 @@ typedef struct {
     REAL *p;         /* [keys, NR] */
     REAL *rows;      /* [NR, ld] on the way in and out of a panel */
     int64_t ld;
-    stream ahead[4]; /* K, V, Q, out */
+    wishes soon;
     bend how;
 } forward_room;
 
@@ -52,10 +52,10 @@ NOINLINE void open_panel(panel *p, forward_room *w, const call *c, int64_t batch
 /* P of a block that no rule bends: registers only.  Where it is cut, NV vectors from `first` see something of it, and
  * hidden pairs are 0 whatever came out there. */
 INLINE void weigh_block(const REAL *k, int64_t ld, const REAL *query, int64_t d, const REAL *ref, REAL *p, vec *sum,
-                        const lanes *q, const INT *pos, const int cut, int first, const int NV)
+                        const lanes *q, const INT *pos, const int cut, int first, const int NV, const char *const *soon)
 {
     vec s[KR][VR];
-    score_block(k, ld, query + first * LANES, d, s, NV);
+    score_block(k, ld, query + first * LANES, d, s, NV, soon);
     UNROLL for (int j = 0; j < NV; j++) {
         const vec m = load(ref + (first + j) * LANES);
         vec total = sum[first + j];
@@ -69,18 +69,19 @@ INLINE void weigh_block(const REAL *k, int64_t ld, const REAL *query, int64_t d,
     }
 }
 
-NOINLINE void weigh_full(const REAL *k, int64_t ld, const REAL *query, int64_t d, const REAL *ref, REAL *p, vec *sum)
+NOINLINE void weigh_full(const REAL *k, int64_t ld, const REAL *query, int64_t d, const REAL *ref, REAL *p, vec *sum,
+                         const char *const *soon)
 {
-    weigh_block(k, ld, query, d, ref, p, sum, NULL, NULL, 0, 0, VR);
+    weigh_block(k, ld, query, d, ref, p, sum, NULL, NULL, 0, 0, VR, soon);
 }
 
 NOINLINE void weigh_cut(const REAL *k, int64_t ld, const REAL *query, int64_t d, const REAL *ref, REAL *p, vec *sum,
-                        const lanes *q, const INT *pos, span seen)
+                        const lanes *q, const INT *pos, span seen, const char *const *soon)
 {
     switch (seen.last - seen.first) {
-    case 1: weigh_block(k, ld, query, d, ref, p, sum, q, pos, 1, seen.first, 1); break;
-    case 2: weigh_block(k, ld, query, d, ref, p, sum, q, pos, 1, seen.first, 2); break;
-    case 3: weigh_block(k, ld, query, d, ref, p, sum, q, pos, 1, 0, 3); break;
+    case 1: weigh_block(k, ld, query, d, ref, p, sum, q, pos, 1, seen.first, 1, soon); break;
+    case 2: weigh_block(k, ld, query, d, ref, p, sum, q, pos, 1, seen.first, 2, soon); break;
+    case 3: weigh_block(k, ld, query, d, ref, p, sum, q, pos, 1, 0, 3, soon); break;
     default: break;
     }
 }
@@ -90,7 +91,7 @@ NOINLINE void score_any(const key_tile *t, int64_t block, const lanes *q, const 
                         REAL *s, REAL *slopes)
 {
     vec acc[KR][VR];
-    score_block(t->k + block * KR * t->ld_k, t->ld_k, query, d, acc, VR);
+    score_block(t->k + block * KR * t->ld_k, t->ld_k, query, d, acc, VR, NULL);
     UNROLL for (int i = 0; i < KR; i++) UNROLL for (int j = 0; j < VR; j++) store(s + i * NR + j * LANES, acc[i][j]);
     const int cut = block_sight(t, q, block) != FULL;
     if (cut || how->softcap != 0 || how->alibi)
@@ -147,14 +148,14 @@ NOINLINE int forward_tile(panel *p, forward_room *w, const burst_block *b)
         tile_with_maximum(p, w, from, to, b->d, b->dim_v, sum);
     } else {
         for (int64_t block = from; block < to; block++) {
-            ask_all(w->ahead, 4, to - block);
+            const char *const *soon = wish(&w->soon, b->d, to - block);
             REAL *weights = w->p + (block - from) * KR * NR;
             const REAL *k = t->k + block * KR * t->ld_k;
             if (plain && (full || block_sight(t, &p->q, block) == FULL)) {
-                weigh_full(k, t->ld_k, p->query, b->d, p->ref, weights, sum);
+                weigh_full(k, t->ld_k, p->query, b->d, p->ref, weights, sum, soon);
             } else if (plain) {
                 weigh_cut(k, t->ld_k, p->query, b->d, p->ref, weights, sum, &p->q, t->pos + block * KR,
-                          edge.spans[block - from]);
+                          edge.spans[block - from], soon);
             } else {
                 score_any(t, block, &p->q, p->query, b->d, &w->how, weights, NULL);
                 weigh_stored(weights, KR, p, sum);
@@ -208,11 +209,12 @@ static int64_t forward_task(forward_room *w, call *c, int thread, task *k)
             if (!sees_tile(c, k->sees[i], index)) continue;
             if (!k->opened[i]) open_panel(p, w, c, k->batch, k->head, k->first + i);
             k->opened[i] = 1;
-            w->ahead[0].left = w->ahead[1].left = 0;
-            if (after < k->end) stream_keys(w->ahead, &w->next, c, k->batch, k->kv_head, turn, turns);
-            w->ahead[2] = stream_panel(&b->q, c, k, i, b->d);
+            stream ahead[4] = {0}; /* K, V, Q, out */
+            if (after < k->end) stream_keys(ahead, &w->next, c, k->batch, k->kv_head, turn, turns);
+            ahead[2] = stream_panel(&b->q, c, k, i, b->d);
             const int last = next_tile(c, k->sees[i], index + 1, k->end) == k->end;
-            w->ahead[3] = stream_of(to, k->batch, k->head, p->row, last ? p->row + p->count : p->row, b->dim_v, to_type);
+            ahead[3] = stream_of(to, k->batch, k->head, p->row, last ? p->row + p->count : p->row, b->dim_v, to_type);
+            collect(&w->soon, ahead, 4, b->d / ASK);
             computed += forward_tile(p, w, b);
             if (after < k->end) pack_keys(&w->next, c, k->batch, k->kv_head, turn, turns);
             if (last) close_panel(p, c, k->batch, k->head, w->rows, w->ld);

@@ -15,20 +15,32 @@
 
 #ifndef BURST_AMX /* which has its own: amx.h */
 
+#define ASK 4 /* columns of a product for each line that is asked for */
+
+/* One column's share of the scores */
+INLINE void score_column(const REAL *k, int64_t ld, const REAL *panel, vec acc[KR][VR], const int NV)
+{
+    vec b[VR];
+    UNROLL for (int j = 0; j < NV; j++) b[j] = load(panel + j * LANES);
+    UNROLL for (int i = 0; i < KR; i++) {
+        const vec x = splat(k[i * ld]);
+        UNROLL for (int j = 0; j < NV; j++) acc[i][j] += x * b[j];
+    }
+}
+
 INLINE void score_block(const REAL *k,     /* [KR, d], row stride ld */
                         int64_t ld,
                         const REAL *panel, /* [d, NR], of which NV vectors count */
-                        int64_t d, vec acc[KR][VR], const int NV)
+                        int64_t d, vec acc[KR][VR], const int NV,
+                        const char *const *soon) /* [d / ASK]: lines that are asked for meanwhile, or NULL */
 {
     UNROLL for (int i = 0; i < KR; i++) UNROLL for (int j = 0; j < NV; j++) acc[i][j] = (vec){0};
-    for (int64_t c = 0; c < d; c++) {
-        vec b[VR];
-        UNROLL for (int j = 0; j < NV; j++) b[j] = load(panel + c * NR + j * LANES);
-        UNROLL for (int i = 0; i < KR; i++) {
-            const vec x = splat(k[i * ld + c]);
-            UNROLL for (int j = 0; j < NV; j++) acc[i][j] += x * b[j];
-        }
+    int64_t c = 0;
+    for (; c + ASK <= d; c += ASK) {
+        if (soon) __builtin_prefetch(*soon++, 0, 3);
+        UNROLL for (int step = 0; step < ASK; step++) score_column(k + c + step, ld, panel + (c + step) * NR, acc, NV);
     }
+    for (; c < d; c++) score_column(k + c, ld, panel + c * NR, acc, NV);
 }
 
 /* acc += rows' p over keys, for the vectors [FIRST, LAST) of a panel */
