@@ -156,10 +156,9 @@ INLINE void add_row_block(const REAL *a,  /* [ROWS, NR] */
     }
 }
 
-/* Lanes that count for the keys [key, key + n): all where there are no spans */
-INLINE span lanes_of(const span *spans, int64_t key, int64_t n)
+/* Lanes that count for the keys [key, key + n) */
+NOINLINE span lanes_of(const span *spans, int64_t key, int64_t n)
 {
-    if (!spans) return (span){0, NR};
     span s = spans[key / KR];
     for (int64_t block = key / KR + 1; block <= (key + n - 1) / KR; block++) {
         s.first = spans[block].first < s.first ? spans[block].first : s.first;
@@ -168,9 +167,15 @@ INLINE span lanes_of(const span *spans, int64_t key, int64_t n)
     return (span){s.first * LANES, s.last * LANES};
 }
 
-/* keys is a multiple of KR, hence even */
+/* keys is a multiple of KR, hence even.  Without spans all lanes count: a loop of its own, whose length is known. */
 #define ADD_STRIP(NV, ROWS)                                                                                    \
-    NOINLINE void add_strip_##NV(const REAL *a, const REAL *r, REAL *g, int64_t keys, const span *spans)       \
+    NOINLINE void add_strip_##NV(const REAL *a, const REAL *r, REAL *g, int64_t keys)                          \
+    {                                                                                                          \
+        int64_t key = 0;                                                                                       \
+        for (; key + ROWS <= keys; key += ROWS) add_row_block(a + key * NR, r, g + key * NV * LANES, 0, NR, ROWS, NV); \
+        for (; key < keys; key += 2) add_row_block(a + key * NR, r, g + key * NV * LANES, 0, NR, 2, NV);       \
+    }                                                                                                          \
+    NOINLINE void add_strip_cut_##NV(const REAL *a, const REAL *r, REAL *g, int64_t keys, const span *spans)   \
     {                                                                                                          \
         int64_t key = 0;                                                                                       \
         for (; key + ROWS <= keys; key += ROWS) {                                                              \
@@ -201,13 +206,17 @@ INLINE void add_rows(const REAL *a, const REAL *r, REAL *g, int64_t first, int64
     for (int s = 0; s < strips_of(columns); s++) {
         const int nv = strip_width(columns, s);
         REAL *to = g + first * nv * LANES;
-        switch (nv) {
-        case 1: add_strip_1(a, r, to, keys, spans); break;
-        case 2: add_strip_2(a, r, to, keys, spans); break;
+        switch (nv + (spans ? 4 : 0)) {
+        case 1: add_strip_1(a, r, to, keys); break;
+        case 2: add_strip_2(a, r, to, keys); break;
+        case 3: add_strip_3(a, r, to, keys); break;
+        case 5: add_strip_cut_1(a, r, to, keys, spans); break;
+        case 6: add_strip_cut_2(a, r, to, keys, spans); break;
+        case 7: add_strip_cut_3(a, r, to, keys, spans); break;
 #if WIDE == 4
-        case 4: add_strip_4(a, r, to, keys, spans); break;
+        case 4: add_strip_4(a, r, to, keys); break;
+        case 8: add_strip_cut_4(a, r, to, keys, spans); break;
 #endif
-        default: add_strip_3(a, r, to, keys, spans);
         }
         r += (int64_t)NR * nv * LANES;
         g += g_keys * nv * LANES;

@@ -151,8 +151,9 @@ INLINE const char *const *wish(wishes *w, int64_t columns, int64_t products)
 {
     const int64_t slots = columns / ASK;
     if (slots > MOST_SLOTS) return NULL;
-    for (int64_t over = (w->n - w->next - slots * products + products - 1) / products; over > 0; over--)
-        __builtin_prefetch(w->line[w->next++], 0, 3);
+    const int64_t over = w->n - w->next - slots * products;
+    if (over > 0)
+        for (int64_t i = 0; i < over; i += products) __builtin_prefetch(w->line[w->next++], 0, 3);
     const char *const *lines = w->line + MIN(w->next, w->n);
     w->next += slots;
     return lines;
