@@ -55,9 +55,13 @@ NOINLINE void rows_to_strips(const REAL *rows, int64_t ld, int count, int64_t n,
     int64_t column = 0;
     for (int s = 0; s < strips_of(n); s++) {
         const int width = strip_width(n, s) * LANES;
-        for (int i = 0; i < NR; i++)
-            for (int c = 0; c < width; c++)
-                strips[i * width + c] = i < count && column + c < n ? rows[i * ld + column + c] : 0;
+        for (int i = 0; i < NR; i++) {
+            const int live = i < count ? (int)MIN(width, n - column) : 0;
+            if (live == width)
+                for (int c = 0; c < width; c += LANES) store(strips + i * width + c, load(rows + i * ld + column + c));
+            else
+                for (int c = 0; c < width; c++) strips[i * width + c] = c < live ? rows[i * ld + column + c] : 0;
+        }
         strips += (int64_t)NR * width;
         column += width;
     }
