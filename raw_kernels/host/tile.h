@@ -106,8 +106,11 @@ typedef struct {
 
 INLINE stream stream_of(const burst_array *x, int64_t batch, int64_t head, int64_t from, int64_t to, int64_t n, int type)
 {
-    const int64_t size = SIZE_OF_TYPE[type], lines = x->step[3] == size ? (n * size + 63) / 64 : 0;
-    return (stream){row_at(x, batch, from, head), x->step[1], 0, lines, MAX(0, to - from) * lines};
+    const int64_t size = SIZE_OF_TYPE[type];
+    const char *at = row_at(x, batch, from, head);
+    const int64_t over = (int64_t)((uintptr_t)at % 64); /* rows may start within a line, and then end within one more */
+    const int64_t lines = x->step[3] == size ? (over + n * size + 63) / 64 : 0;
+    return (stream){at - over, x->step[1], 0, lines, MAX(0, to - from) * lines};
 }
 
 INLINE void ask(stream *s, int64_t count)
