@@ -180,8 +180,8 @@ def measure(case, backend, rows, heads, repeats):
 
 # Against the causal rate per visible pair, and odd head dims against the next native one.
 RULES = {
-    "window 512": {"causal": True, "window": (512, 0)},
-    "8 documents": {"causal": True, "documents": tuple(range(0, 4097, 512))},
+    **{f"window {n}": {"causal": True, "window": (n, 0)} for n in (512, 1024, 2048)},
+    **{f"documents of {n}": {"causal": True, "documents": tuple(range(0, 4097, n))} for n in (512, 1024, 2048)},
     "softcap": {"causal": True, "softcap": 30.0},
     "ALiBi": {"causal": True, "alibi_slopes": (0.5, 0.25, 0.125, 0.0625)},
 }

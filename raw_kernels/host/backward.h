@@ -21,7 +21,7 @@ typedef struct {
     REAL *dk, *dv;   /* strips of [keys, width]: sums of this group for this tile */
     REAL *rows;      /* [NR, ld] */
     int64_t ld;
-    stream ahead[6]; /* K, V, dK, dV, Q, dO */
+    wishes soon;
     bend how;
 } backward_room;
 
@@ -32,8 +32,8 @@ INLINE void take_backward(arena *a, backward_room *w, const call *c)
     const burst_block *b = c->b;
     const int64_t keys = ROUND_UP(c->tile_keys, KR);
     w->ld = ROUND_UP(MAX(b->d, b->dim_v), LANES) + LANES;
-    take_tile(a, &w->tile, c, 1);
-    take_tile(a, &w->next, c, 1);
+    take_tile(a, &w->tile, c);
+    take_tile(a, &w->next, c);
     w->p = TAKE(a, REAL, keys * NR);
     w->ds = TAKE(a, REAL, keys * NR);
     w->dk = TAKE(a, REAL, strips_size(keys, b->d));
@@ -55,9 +55,13 @@ NOINLINE void rows_to_strips(const REAL *rows, int64_t ld, int count, int64_t n,
     int64_t column = 0;
     for (int s = 0; s < strips_of(n); s++) {
         const int width = strip_width(n, s) * LANES;
-        for (int i = 0; i < NR; i++)
-            for (int c = 0; c < width; c++)
-                strips[i * width + c] = i < count && column + c < n ? rows[i * ld + column + c] : 0;
+        for (int i = 0; i < NR; i++) {
+            const int live = i < count ? (int)MIN(width, n - column) : 0;
+            if (live == width)
+                for (int c = 0; c < width; c += LANES) store(strips + i * width + c, load(rows + i * ld + column + c));
+            else
+                for (int c = 0; c < width; c++) strips[i * width + c] = c < live ? rows[i * ld + column + c] : 0;
+        }
         strips += (int64_t)NR * width;
         column += width;
     }
@@ -93,10 +97,10 @@ INLINE void weights_of(const REAL *s, const gradient_panel *q, REAL *p)
 /* P of a block that no rule bends; where it is cut, NV vectors from `first` see something of it, and hidden pairs are 0
  * whatever came out there */
 INLINE void weigh_block_again(const REAL *k, int64_t ld, int64_t d, const gradient_panel *q, REAL *p, const INT *pos, const int cut,
-                              int first, const int NV)
+                              int first, const int NV, const char *const *soon)
 {
     vec s[KR][VR];
-    score_block(k, ld, (const REAL *)q->query + first * LANES, d, s, NV);
+    score_block(k, ld, (const REAL *)q->query + first * LANES, d, s, NV, soon);
     UNROLL for (int j = 0; j < NV; j++) {
         const int64_t lane = (first + j) * LANES;
         const vec lse = load(q->lse + lane), low = load(q->lse_low + lane);
@@ -107,9 +111,9 @@ INLINE void weigh_block_again(const REAL *k, int64_t ld, int64_t d, const gradie
         }
     }
 }
-NOINLINE void weigh_again(const REAL *k, int64_t ld, int64_t d, const gradient_panel *q, REAL *p)
+NOINLINE void weigh_again(const REAL *k, int64_t ld, int64_t d, const gradient_panel *q, REAL *p, const char *const *soon)
 {
-    weigh_block_again(k, ld, d, q, p, NULL, 0, 0, VR);
+    weigh_block_again(k, ld, d, q, p, NULL, 0, 0, VR, soon);
 }
 /* Vectors that see nothing of a block: dK and dV take their zeros, as they go by other blocks. */
 INLINE void clear_unseen(REAL *p, span seen)
@@ -117,23 +121,24 @@ INLINE void clear_unseen(REAL *p, span seen)
     UNROLL for (int j = 0; j < VR; j++)
         if (j < seen.first || j >= seen.last) UNROLL for (int i = 0; i < KR; i++) store(p + i * NR + j * LANES, zero());
 }
-NOINLINE void weigh_again_cut(const REAL *k, int64_t ld, int64_t d, const gradient_panel *q, REAL *p, const INT *pos, span seen)
+NOINLINE void weigh_again_cut(const REAL *k, int64_t ld, int64_t d, const gradient_panel *q, REAL *p, const INT *pos, span seen,
+                              const char *const *soon)
 {
     clear_unseen(p, seen);
     switch (seen.last - seen.first) {
-    case 1: weigh_block_again(k, ld, d, q, p, pos, 1, seen.first, 1); break;
-    case 2: weigh_block_again(k, ld, d, q, p, pos, 1, seen.first, 2); break;
-    case 3: weigh_block_again(k, ld, d, q, p, pos, 1, 0, 3); break;
+    case 1: weigh_block_again(k, ld, d, q, p, pos, 1, seen.first, 1, soon); break;
+    case 2: weigh_block_again(k, ld, d, q, p, pos, 1, seen.first, 2, soon); break;
+    case 3: weigh_block_again(k, ld, d, q, p, pos, 1, 0, 3, soon); break;
     default: break;
     }
 }
 
 /* dS = P (dP - delta), times the cap's slope where slopes holds it */
 INLINE void slope_any(const REAL *v, int64_t ld, int64_t dv, const gradient_panel *q, const REAL *p, REAL *ds, const INT *pos,
-                      const int capped, const int cut, int first, const int NV)
+                      const int capped, const int cut, int first, const int NV, const char *const *soon)
 {
     vec dp[KR][VR];
-    score_block(v, ld, (const REAL *)q->dout + first * LANES, dv, dp, NV);
+    score_block(v, ld, (const REAL *)q->dout + first * LANES, dv, dp, NV, soon);
     UNROLL for (int j = 0; j < NV; j++) {
         const vec delta = load(q->delta + (first + j) * LANES);
         UNROLL for (int i = 0; i < KR; i++) {
@@ -145,24 +150,25 @@ INLINE void slope_any(const REAL *v, int64_t ld, int64_t dv, const gradient_pane
         }
     }
 }
-NOINLINE void slope_block(const REAL *v, int64_t ld, int64_t dv, const gradient_panel *q, const REAL *p, REAL *ds)
+NOINLINE void slope_block(const REAL *v, int64_t ld, int64_t dv, const gradient_panel *q, const REAL *p, REAL *ds,
+                          const char *const *soon)
 {
-    slope_any(v, ld, dv, q, p, ds, NULL, 0, 0, 0, VR);
+    slope_any(v, ld, dv, q, p, ds, NULL, 0, 0, 0, VR, soon);
 }
 NOINLINE void slope_cut(const REAL *v, int64_t ld, int64_t dv, const gradient_panel *q, const REAL *p, REAL *ds, const INT *pos,
-                        span seen)
+                        span seen, const char *const *soon)
 {
     clear_unseen(ds, seen);
     switch (seen.last - seen.first) {
-    case 1: slope_any(v, ld, dv, q, p, ds, pos, 0, 1, seen.first, 1); break;
-    case 2: slope_any(v, ld, dv, q, p, ds, pos, 0, 1, seen.first, 2); break;
-    case 3: slope_any(v, ld, dv, q, p, ds, pos, 0, 1, 0, 3); break;
+    case 1: slope_any(v, ld, dv, q, p, ds, pos, 0, 1, seen.first, 1, soon); break;
+    case 2: slope_any(v, ld, dv, q, p, ds, pos, 0, 1, seen.first, 2, soon); break;
+    case 3: slope_any(v, ld, dv, q, p, ds, pos, 0, 1, 0, 3, soon); break;
     default: break;
     }
 }
 NOINLINE void slope_capped(const REAL *v, int64_t ld, int64_t dv, const gradient_panel *q, const REAL *p, REAL *ds)
 {
-    slope_any(v, ld, dv, q, p, ds, NULL, 1, 0, 0, VR);
+    slope_any(v, ld, dv, q, p, ds, NULL, 1, 0, 0, VR, NULL);
 }
 
 NOINLINE int backward_tile(gradient_panel *p, backward_room *w, const burst_block *b)
@@ -176,15 +182,15 @@ NOINLINE int backward_tile(gradient_panel *p, backward_room *w, const burst_bloc
     edges edge;
     if (!full) find_edges(&edge, t, &p->q, from, to);
     for (int64_t block = from; block < to; block++) {
-        ask_all(w->ahead, 6, to - block);
+        const char *const *soon = wish(&w->soon, b->d, 2 * (to - block)), *const *later = wish(&w->soon, b->dim_v, 2 * (to - block) - 1);
         REAL *weights = w->p + (block - from) * KR * NR, *ds = w->ds + (block - from) * KR * NR;
         const int cut = !full && block_sight(t, &p->q, block) != FULL;
         const REAL *k = t->k + block * KR * t->ld_k, *v = t->v + block * KR * t->ld_v;
         const INT *pos = t->pos + block * KR;
         if (plain && !cut) {
-            weigh_again(k, t->ld_k, b->d, p, weights);
+            weigh_again(k, t->ld_k, b->d, p, weights, soon);
         } else if (plain) {
-            weigh_again_cut(k, t->ld_k, b->d, p, weights, pos, edge.spans[block - from]);
+            weigh_again_cut(k, t->ld_k, b->d, p, weights, pos, edge.spans[block - from], soon);
         } else {
             score_any(t, block, &p->q, p->query, b->d, &w->how, weights, capped ? ds : NULL);
             weights_of(weights, p, weights);
@@ -194,28 +200,28 @@ NOINLINE int backward_tile(gradient_panel *p, backward_room *w, const burst_bloc
             slope_capped(v, t->ld_v, b->dim_v, p, weights, ds);
             if (cut) hide_block(ds, &p->q, pos, KR);
         } else if (cut) {
-            slope_cut(v, t->ld_v, b->dim_v, p, weights, ds, pos, edge.spans[block - from]);
+            slope_cut(v, t->ld_v, b->dim_v, p, weights, ds, pos, edge.spans[block - from], later);
         } else {
-            slope_block(v, t->ld_v, b->dim_v, p, weights, ds);
+            slope_block(v, t->ld_v, b->dim_v, p, weights, ds, later);
         }
     }
     const int64_t keys = (to - from) * KR, all = ROUND_UP(BURST_KEYS_BACKWARD, KR);
     const int careful = !full && (t->wild_k || t->wild_v || p->wild);
-    const REAL *chunks = t->chunks + from * KR * KR;
+    const REAL *rows = t->k + from * KR * t->ld_k;
     if (careful) {
         const INT *pos = t->pos + from * KR;
         const int64_t live = MIN(to * KR, t->live) - from * KR;
         add_rows_carefully(w->p, p->dout_rows, w->dv, from * KR, live, all, b->dim_v, &p->q, pos);
         add_rows_carefully(w->ds, p->query_rows, w->dk, from * KR, live, all, b->d, &p->q, pos);
-        add_panel_carefully(chunks, t->chunk_stride, w->ds, live, p->dq, b->d, &p->q, pos);
+        add_panel_carefully(rows, t->ld_k, w->ds, live, p->dq, b->d, &p->q, pos);
     } else {
         const span *spans = full ? NULL : edge.spans;
         add_rows(w->p, p->dout_rows, w->dv, from * KR, keys, all, b->dim_v, spans);
         add_rows(w->ds, p->query_rows, w->dk, from * KR, keys, all, b->d, spans);
         if (full)
-            add_panel(chunks, t->chunk_stride, w->ds, keys, p->dq, b->d);
+            add_panel(rows, t->ld_k, w->ds, keys, p->dq, b->d);
         else
-            add_panel_runs(chunks, t->chunk_stride, w->ds, edge.runs, edge.n, p->dq, b->d);
+            add_panel_runs(rows, t->ld_k, w->ds, edge.runs, edge.n, p->dq, b->d);
     }
     return 1;
 }
@@ -247,7 +253,7 @@ static int64_t backward_task(backward_room *w, call *c, int thread, task *k, int
         }
     if (k->start < k->end) {
         load_positions(&w->tile, c, k->start);
-        pack_backward(&w->tile, c, k->batch, k->kv_head, 0, 1);
+        pack_keys(&w->tile, c, k->batch, k->kv_head, 0, 1);
     }
     for (int64_t index = k->start, after; index < k->end; index = after) {
         const int64_t turns = panels_at(c, k, index), key = w->tile.first, live = w->tile.live;
@@ -260,20 +266,21 @@ static int64_t backward_task(backward_room *w, call *c, int thread, task *k, int
             if (!sees_tile(c, k->sees[i], index)) continue;
             if (!k->opened[i]) open_gradient_panel(p, w, c, k->batch, k->head, k->first + i);
             k->opened[i] = 1;
-            w->ahead[0].left = w->ahead[1].left = 0;
-            if (after < k->end) stream_keys(w->ahead, &w->next, c, k->batch, k->kv_head, turn, turns);
+            stream ahead[6] = {0}; /* K, V, dK, dV, Q, dO */
+            if (after < k->end) stream_keys(ahead, &w->next, c, k->batch, k->kv_head, turn, turns);
             const int64_t from = key + live * turn / turns, to = key + live * (turn + 1) / turns;
-            w->ahead[2] = stream_of(&b->dk, k->batch, k->kv_head, from, to, b->d, TYPE_OF_REAL);
-            w->ahead[3] = stream_of(&b->dv, k->batch, k->kv_head, from, to, b->dim_v, TYPE_OF_REAL);
-            w->ahead[4] = stream_panel(&b->q, c, k, i, b->d);
-            w->ahead[5] = stream_panel(&b->dout, c, k, i, b->dim_v);
+            ahead[2] = stream_of(&b->dk, k->batch, k->kv_head, from, to, b->d, TYPE_OF_REAL);
+            ahead[3] = stream_of(&b->dv, k->batch, k->kv_head, from, to, b->dim_v, TYPE_OF_REAL);
+            ahead[4] = stream_panel(&b->q, c, k, i, b->d);
+            ahead[5] = stream_panel(&b->dout, c, k, i, b->dim_v);
+            collect(&w->soon, ahead, 6, MAX(b->d, b->dim_v) / ASK);
             computed += backward_tile(p, w, b);
-            if (after < k->end) pack_backward(&w->next, c, k->batch, k->kv_head, turn, turns);
+            if (after < k->end) pack_keys(&w->next, c, k->batch, k->kv_head, turn, turns);
             if (next_tile(c, k->sees[i], index + 1, k->end) == k->end) close_gradient(p, c, k->batch, k->head, w->rows, w->ld);
             if (!carry_on(c, thread)) return computed;
             turn++;
         }
-        if (!turns && after < k->end) pack_backward(&w->next, c, k->batch, k->kv_head, 0, 1);
+        if (!turns && after < k->end) pack_keys(&w->next, c, k->batch, k->kv_head, 0, 1);
         const enum turn mine = wait_for_turn(c, thread, k->batch, k->head, group, index);
         if (mine == STOPPED) return computed;
         add_to_keys(&w->tile, w->dk, &b->dk, k->batch, k->kv_head, b->d, (REAL)b->scale, mine);

@@ -163,6 +163,12 @@ NOINLINE void put_row(char *dst, int64_t step, int64_t n, const REAL *restrict s
     }
 }
 
+/* Rows that can be read and written where they lie: dense, of REAL, in whole vectors. */
+INLINE int is_even(const burst_array *x, int64_t n, int type)
+{
+    return type == (int)TYPE_OF_REAL && x->step[3] == sizeof(REAL) && x->step[1] % (int64_t)sizeof(REAL) == 0 && n % LANES == 0;
+}
+
 /* rows [n, NR] of REAL at row stride ld -> panel[c][lane]: the first `rows` lanes; others become 0 */
 NOINLINE void rows_to_panel(const REAL *rows, int64_t ld, int count, int64_t n, REAL factor, REAL *panel)
 {
@@ -172,7 +178,7 @@ NOINLINE void rows_to_panel(const REAL *rows, int64_t ld, int count, int64_t n, 
             const int left = (int)(n - c < LANES ? n - c : LANES);
             UNROLL for (int i = 0; i < LANES; i++) {
                 r[i] = zero();
-                if (j * LANES + i < count) r[i] = load(rows + (j * LANES + i) * ld + c) * factor;
+                if (j * LANES + i < count) r[i] = loadu(rows + (j * LANES + i) * ld + c) * factor;
             }
             transpose(r);
             for (int i = 0; i < left; i++) store(panel + (c + i) * NR + j * LANES, r[i]);
@@ -191,7 +197,7 @@ NOINLINE void panel_to_rows(const REAL *panel, const REAL *factor, int64_t n, RE
                 if (c + i < n) r[i] = load(panel + (c + i) * NR + j * LANES) * f;
             }
             transpose(r);
-            UNROLL for (int i = 0; i < LANES; i++) store(rows + (j * LANES + i) * ld + c, r[i]);
+            UNROLL for (int i = 0; i < LANES; i++) storeu(rows + (j * LANES + i) * ld + c, r[i]);
         }
     }
 }

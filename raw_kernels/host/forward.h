@@ -19,7 +19,7 @@ typedef struct {
     REAL *p;         /* [keys, NR] */
     REAL *rows;      /* [NR, ld] on the way in and out of a panel */
     int64_t ld;
-    stream ahead[4]; /* K, V, Q, out */
+    wishes soon;
     bend how;
 } forward_room;
 
@@ -27,8 +27,8 @@ INLINE void take_forward(arena *a, forward_room *w, const call *c)
 {
     const burst_block *b = c->b;
     w->ld = ROUND_UP(MAX(b->d, b->dim_v), LANES) + LANES;
-    take_tile(a, &w->tile, c, 0);
-    take_tile(a, &w->next, c, 0);
+    take_tile(a, &w->tile, c);
+    take_tile(a, &w->next, c);
     w->p = TAKE(a, REAL, ROUND_UP(c->tile_keys, KR) * NR);
     w->rows = TAKE(a, REAL, NR * w->ld);
     for (int64_t i = 0; i < c->group_panels; i++) {
@@ -42,6 +42,11 @@ NOINLINE void open_panel(panel *p, forward_room *w, const call *c, int64_t batch
 {
     const burst_block *b = c->b;
     open_state(p, c, batch, head, index, w->rows, w->ld);
+    if (is_even(&b->q, b->d, (int)b->type)) {
+        const REAL *rows = (const REAL *)row_at(&b->q, batch, p->row, head);
+        rows_to_panel(rows, b->q.step[1] / (int64_t)sizeof(REAL), p->count, b->d, factor_of(b), p->query);
+        return;
+    }
     for (int i = 0; i < p->count; i++)
         load_row(row_at(&b->q, batch, p->row + i, head), b->q.step[3], b->d, w->rows + i * w->ld, (int)b->type);
     rows_to_panel(w->rows, w->ld, p->count, b->d, factor_of(b), p->query);
@@ -52,10 +57,10 @@ NOINLINE void open_panel(panel *p, forward_room *w, const call *c, int64_t batch
 /* P of a block that no rule bends: registers only.  Where it is cut, NV vectors from `first` see something of it, and
  * hidden pairs are 0 whatever came out there. */
 INLINE void weigh_block(const REAL *k, int64_t ld, const REAL *query, int64_t d, const REAL *ref, REAL *p, vec *sum,
-                        const lanes *q, const INT *pos, const int cut, int first, const int NV)
+                        const lanes *q, const INT *pos, const int cut, int first, const int NV, const char *const *soon)
 {
     vec s[KR][VR];
-    score_block(k, ld, query + first * LANES, d, s, NV);
+    score_block(k, ld, query + first * LANES, d, s, NV, soon);
     UNROLL for (int j = 0; j < NV; j++) {
         const vec m = load(ref + (first + j) * LANES);
         vec total = sum[first + j];
@@ -69,18 +74,19 @@ INLINE void weigh_block(const REAL *k, int64_t ld, const REAL *query, int64_t d,
     }
 }
 
-NOINLINE void weigh_full(const REAL *k, int64_t ld, const REAL *query, int64_t d, const REAL *ref, REAL *p, vec *sum)
+NOINLINE void weigh_full(const REAL *k, int64_t ld, const REAL *query, int64_t d, const REAL *ref, REAL *p, vec *sum,
+                         const char *const *soon)
 {
-    weigh_block(k, ld, query, d, ref, p, sum, NULL, NULL, 0, 0, VR);
+    weigh_block(k, ld, query, d, ref, p, sum, NULL, NULL, 0, 0, VR, soon);
 }
 
 NOINLINE void weigh_cut(const REAL *k, int64_t ld, const REAL *query, int64_t d, const REAL *ref, REAL *p, vec *sum,
-                        const lanes *q, const INT *pos, span seen)
+                        const lanes *q, const INT *pos, span seen, const char *const *soon)
 {
     switch (seen.last - seen.first) {
-    case 1: weigh_block(k, ld, query, d, ref, p, sum, q, pos, 1, seen.first, 1); break;
-    case 2: weigh_block(k, ld, query, d, ref, p, sum, q, pos, 1, seen.first, 2); break;
-    case 3: weigh_block(k, ld, query, d, ref, p, sum, q, pos, 1, 0, 3); break;
+    case 1: weigh_block(k, ld, query, d, ref, p, sum, q, pos, 1, seen.first, 1, soon); break;
+    case 2: weigh_block(k, ld, query, d, ref, p, sum, q, pos, 1, seen.first, 2, soon); break;
+    case 3: weigh_block(k, ld, query, d, ref, p, sum, q, pos, 1, 0, 3, soon); break;
     default: break;
     }
 }
@@ -90,7 +96,7 @@ NOINLINE void score_any(const key_tile *t, int64_t block, const lanes *q, const 
                         REAL *s, REAL *slopes)
 {
     vec acc[KR][VR];
-    score_block(t->k + block * KR * t->ld_k, t->ld_k, query, d, acc, VR);
+    score_block(t->k + block * KR * t->ld_k, t->ld_k, query, d, acc, VR, NULL);
     UNROLL for (int i = 0; i < KR; i++) UNROLL for (int j = 0; j < VR; j++) store(s + i * NR + j * LANES, acc[i][j]);
     const int cut = block_sight(t, q, block) != FULL;
     if (cut || how->softcap != 0 || how->alibi)
@@ -147,14 +153,14 @@ NOINLINE int forward_tile(panel *p, forward_room *w, const burst_block *b)
         tile_with_maximum(p, w, from, to, b->d, b->dim_v, sum);
     } else {
         for (int64_t block = from; block < to; block++) {
-            ask_all(w->ahead, 4, to - block);
+            const char *const *soon = wish(&w->soon, b->d, to - block);
             REAL *weights = w->p + (block - from) * KR * NR;
             const REAL *k = t->k + block * KR * t->ld_k;
             if (plain && (full || block_sight(t, &p->q, block) == FULL)) {
-                weigh_full(k, t->ld_k, p->query, b->d, p->ref, weights, sum);
+                weigh_full(k, t->ld_k, p->query, b->d, p->ref, weights, sum, soon);
             } else if (plain) {
                 weigh_cut(k, t->ld_k, p->query, b->d, p->ref, weights, sum, &p->q, t->pos + block * KR,
-                          edge.spans[block - from]);
+                          edge.spans[block - from], soon);
             } else {
                 score_any(t, block, &p->q, p->query, b->d, &w->how, weights, NULL);
                 weigh_stored(weights, KR, p, sum);
@@ -163,14 +169,14 @@ NOINLINE int forward_tile(panel *p, forward_room *w, const burst_block *b)
         if (too_high(sum)) tile_with_maximum(p, w, from, to, b->d, b->dim_v, sum);
     }
     UNROLL for (int j = 0; j < VR; j++) store(p->l + j * LANES, load(p->l + j * LANES) + sum[j]);
-    const REAL *values = t->chunks + from * KR * KR;
+    const REAL *values = t->v + from * KR * t->ld_v;
     if (t->wild_v && !full)
-        add_panel_carefully(values, t->chunk_stride, w->p, MIN(to * KR, t->live) - from * KR, p->out, b->dim_v, &p->q,
+        add_panel_carefully(values, t->ld_v, w->p, MIN(to * KR, t->live) - from * KR, p->out, b->dim_v, &p->q,
                             t->pos + from * KR);
     else if (full)
-        add_panel_ahead(values, t->chunk_stride, w->p, (to - from) * KR, p->out, b->dim_v);
+        add_panel(values, t->ld_v, w->p, (to - from) * KR, p->out, b->dim_v);
     else
-        add_panel_runs(values, t->chunk_stride, w->p, edge.runs, edge.n, p->out, b->dim_v);
+        add_panel_runs(values, t->ld_v, w->p, edge.runs, edge.n, p->out, b->dim_v);
     return (int)((to * KR - 1) / BURST_KEYS_BACKWARD - from * KR / BURST_KEYS_BACKWARD + 1);
 }
 
@@ -197,7 +203,7 @@ static int64_t forward_task(forward_room *w, call *c, int thread, task *k)
     const int64_t start = next_shared(c, k, k->start);
     if (start < k->end) {
         load_positions(&w->tile, c, start);
-        pack_forward(&w->tile, c, k->batch, k->kv_head, 0, 1);
+        pack_keys(&w->tile, c, k->batch, k->kv_head, 0, 1);
     }
     for (int64_t index = start, after; index < k->end; index = after) {
         const int64_t turns = panels_at(c, k, index);
@@ -208,13 +214,14 @@ static int64_t forward_task(forward_room *w, call *c, int thread, task *k)
             if (!sees_tile(c, k->sees[i], index)) continue;
             if (!k->opened[i]) open_panel(p, w, c, k->batch, k->head, k->first + i);
             k->opened[i] = 1;
-            w->ahead[0].left = w->ahead[1].left = 0;
-            if (after < k->end) stream_keys(w->ahead, &w->next, c, k->batch, k->kv_head, turn, turns);
-            w->ahead[2] = stream_panel(&b->q, c, k, i, b->d);
+            stream ahead[4] = {0}; /* K, V, Q, out */
+            if (after < k->end) stream_keys(ahead, &w->next, c, k->batch, k->kv_head, turn, turns);
+            ahead[2] = stream_panel(&b->q, c, k, i, b->d);
             const int last = next_tile(c, k->sees[i], index + 1, k->end) == k->end;
-            w->ahead[3] = stream_of(to, k->batch, k->head, p->row, last ? p->row + p->count : p->row, b->dim_v, to_type);
+            ahead[3] = stream_of(to, k->batch, k->head, p->row, last ? p->row + p->count : p->row, b->dim_v, to_type);
+            collect(&w->soon, ahead, 4, b->d / ASK);
             computed += forward_tile(p, w, b);
-            if (after < k->end) pack_forward(&w->next, c, k->batch, k->kv_head, turn, turns);
+            if (after < k->end) pack_keys(&w->next, c, k->batch, k->kv_head, turn, turns);
             if (last) close_panel(p, c, k->batch, k->head, w->rows, w->ld);
             if (!carry_on(c, thread)) return computed;
             turn++;

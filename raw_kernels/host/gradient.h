@@ -46,6 +46,11 @@ NOINLINE void close_gradient(gradient_panel *p, const call *c, int64_t batch, in
     const burst_block *b = c->b;
     REAL scale[NR] __attribute__((aligned(VBYTES)));
     for (int i = 0; i < NR; i++) scale[i] = (REAL)b->scale;
+    if (b->fresh_q && p->count == NR && is_even(&b->dq, b->d, TYPE_OF_REAL)) {
+        REAL *to = (REAL *)row_at(&b->dq, batch, p->row, head);
+        panel_to_rows(p->dq, scale, b->d, to, b->dq.step[1] / (int64_t)sizeof(REAL));
+        return;
+    }
     panel_to_rows(p->dq, scale, b->d, rows, ld);
     for (int i = 0; i < p->count; i++) {
         char *to = row_at(&b->dq, batch, p->row + i, head);

@@ -15,38 +15,45 @@
 
 #ifndef BURST_AMX /* which has its own: amx.h */
 
-INLINE void score_block(const REAL *k,     /* [KR, d], row stride ld */
-                        int64_t ld,
-                        const REAL *panel, /* [d, NR], of which NV vectors count */
-                        int64_t d, vec acc[KR][VR], const int NV)
+#define ASK 4 /* columns of a product for each line that is asked for */
+
+/* One column's share of the scores */
+INLINE void score_column(const REAL *k, int64_t ld, const REAL *panel, vec acc[KR][VR], const int NV)
 {
-    UNROLL for (int i = 0; i < KR; i++) UNROLL for (int j = 0; j < NV; j++) acc[i][j] = (vec){0};
-    for (int64_t c = 0; c < d; c++) {
-        vec b[VR];
-        UNROLL for (int j = 0; j < NV; j++) b[j] = load(panel + c * NR + j * LANES);
-        UNROLL for (int i = 0; i < KR; i++) {
-            const vec x = splat(k[i * ld + c]);
-            UNROLL for (int j = 0; j < NV; j++) acc[i][j] += x * b[j];
-        }
+    vec b[VR];
+    UNROLL for (int j = 0; j < NV; j++) b[j] = load(panel + j * LANES);
+    UNROLL for (int i = 0; i < KR; i++) {
+        const vec x = splat(k[i * ld]);
+        UNROLL for (int j = 0; j < NV; j++) acc[i][j] += x * b[j];
     }
 }
 
-/* Columns of V or K in chunks of KR: chunk[key][KR], so that one key's broadcasts share a cache line. */
-#define CHUNK_STRIDE(keys) ((int64_t)(keys)*KR + 64 / (int)sizeof(REAL)) /* padded: powers of two would alias in L1 */
+INLINE void score_block(const REAL *k,     /* [KR, d], row stride ld */
+                        int64_t ld,
+                        const REAL *panel, /* [d, NR], of which NV vectors count */
+                        int64_t d, vec acc[KR][VR], const int NV,
+                        const char *const *soon) /* [d / ASK]: lines that are asked for meanwhile, or NULL */
+{
+    UNROLL for (int i = 0; i < KR; i++) UNROLL for (int j = 0; j < NV; j++) acc[i][j] = (vec){0};
+    int64_t c = 0;
+    for (; c + ASK <= d; c += ASK) {
+        if (soon) __builtin_prefetch(*soon++, 0, 3);
+        UNROLL for (int step = 0; step < ASK; step++) score_column(k + c + step, ld, panel + (c + step) * NR, acc, NV);
+    }
+    for (; c < d; c++) score_column(k + c, ld, panel + c * NR, acc, NV);
+}
 
-/* acc += chunk' p over keys, for the vectors [FIRST, LAST) of a panel */
-INLINE void add_keys(const REAL *chunk, /* [keys, KR] */
-                     const REAL *p,     /* [keys, NR] */
-                     int64_t keys, vec acc[KR][VR], const int FIRST, const int LAST,
-                     const REAL *soon, const REAL *later) /* a line of each is asked for with every key, or NULL */
+/* acc += rows' p over keys, for the vectors [FIRST, LAST) of a panel */
+INLINE void add_keys(const REAL *rows, /* [keys, KR] of rows at stride ld: one key's broadcasts share a line */
+                     int64_t ld,
+                     const REAL *p,    /* [keys, NR] */
+                     int64_t keys, vec acc[KR][VR], const int FIRST, const int LAST)
 {
     for (int64_t key = 0; key < keys; key++) {
         vec b[VR];
-        if (soon) __builtin_prefetch(soon + key * LANES, 0, 3);
-        if (later) __builtin_prefetch(later + key * KR, 0, 3);
         UNROLL for (int j = FIRST; j < LAST; j++) b[j] = load(p + key * NR + j * LANES);
         UNROLL for (int i = 0; i < KR; i++) {
-            const vec x = splat(chunk[key * KR + i]);
+            const vec x = splat(rows[key * ld + i]);
             UNROLL for (int j = FIRST; j < LAST; j++) acc[i][j] += x * b[j];
         }
     }
@@ -64,24 +71,15 @@ INLINE void add_sums(REAL *o, vec acc[KR][VR]) /* o: [KR, NR] */
     }
 }
 
-INLINE void add_panel_any(const REAL *chunks, int64_t stride, const REAL *p, int64_t keys, REAL *o, int64_t columns, const int ahead)
+/* o += rows' p; rows: [keys, columns], columns padded with zeros to whole blocks */
+NOINLINE void add_panel(const REAL *rows, int64_t ld, const REAL *p, int64_t keys, REAL *o, int64_t columns)
 {
-    for (int64_t c = 0; c * KR < columns; c++) {
+    for (int64_t c = 0; c < columns; c += KR) {
         vec acc[KR][VR];
-        const REAL *chunk = chunks + c * stride;
         clear_sums(acc);
-        add_keys(chunk, p, keys, acc, 0, VR, ahead ? o + c * KR * NR : NULL, ahead ? chunk + stride : NULL);
-        add_sums(o + c * KR * NR, acc);
+        add_keys(rows + c, ld, p, keys, acc, 0, VR);
+        add_sums(o + c * NR, acc);
     }
-}
-NOINLINE void add_panel(const REAL *chunks, int64_t stride, const REAL *p, int64_t keys, REAL *o, int64_t columns)
-{
-    add_panel_any(chunks, stride, p, keys, o, columns, 0);
-}
-/* O' and the next chunk are asked for: 1 to 2% of forward, where they come from L2; backward loses by it */
-NOINLINE void add_panel_ahead(const REAL *chunks, int64_t stride, const REAL *p, int64_t keys, REAL *o, int64_t columns)
-{
-    add_panel_any(chunks, stride, p, keys, o, columns, 1);
 }
 
 /* Which vectors [first, last) of a panel see something of a block of KR keys. */
@@ -98,27 +96,27 @@ typedef struct {
 _Static_assert(VR == 3, "the runs below");
 
 /* The same where a panel sees the keys in part: what a whole vector does not see is not computed. */
-NOINLINE void add_panel_runs(const REAL *chunks, int64_t stride, const REAL *p, const run_of_keys *runs, int n, REAL *o, int64_t columns)
+NOINLINE void add_panel_runs(const REAL *rows, int64_t ld, const REAL *p, const run_of_keys *runs, int n, REAL *o, int64_t columns)
 {
-    for (int64_t c = 0; c * KR < columns; c++) {
+    for (int64_t c = 0; c < columns; c += KR) {
         vec acc[KR][VR];
-        const REAL *chunk = chunks + c * stride, *weights = p;
+        const REAL *row = rows + c, *weights = p;
         clear_sums(acc);
         for (int i = 0; i < n; i++) {
             const int64_t keys = runs[i].keys;
             switch (runs[i].seen.first * 4 + runs[i].seen.last) {
-            case 1: add_keys(chunk, weights, keys, acc, 0, 1, NULL, NULL); break;
-            case 2: add_keys(chunk, weights, keys, acc, 0, 2, NULL, NULL); break;
-            case 3: add_keys(chunk, weights, keys, acc, 0, 3, NULL, NULL); break;
-            case 6: add_keys(chunk, weights, keys, acc, 1, 2, NULL, NULL); break;
-            case 7: add_keys(chunk, weights, keys, acc, 1, 3, NULL, NULL); break;
-            case 11: add_keys(chunk, weights, keys, acc, 2, 3, NULL, NULL); break;
+            case 1: add_keys(row, ld, weights, keys, acc, 0, 1); break;
+            case 2: add_keys(row, ld, weights, keys, acc, 0, 2); break;
+            case 3: add_keys(row, ld, weights, keys, acc, 0, 3); break;
+            case 6: add_keys(row, ld, weights, keys, acc, 1, 2); break;
+            case 7: add_keys(row, ld, weights, keys, acc, 1, 3); break;
+            case 11: add_keys(row, ld, weights, keys, acc, 2, 3); break;
             default: break; /* nobody */
             }
-            chunk += keys * KR;
+            row += keys * ld;
             weights += keys * NR;
         }
-        add_sums(o + c * KR * NR, acc);
+        add_sums(o + c * NR, acc);
     }
 }
 
@@ -158,10 +156,9 @@ INLINE void add_row_block(const REAL *a,  /* [ROWS, NR] */
     }
 }
 
-/* Lanes that count for the keys [key, key + n): all where there are no spans */
-INLINE span lanes_of(const span *spans, int64_t key, int64_t n)
+/* Lanes that count for the keys [key, key + n) */
+NOINLINE span lanes_of(const span *spans, int64_t key, int64_t n)
 {
-    if (!spans) return (span){0, NR};
     span s = spans[key / KR];
     for (int64_t block = key / KR + 1; block <= (key + n - 1) / KR; block++) {
         s.first = spans[block].first < s.first ? spans[block].first : s.first;
@@ -170,9 +167,15 @@ INLINE span lanes_of(const span *spans, int64_t key, int64_t n)
     return (span){s.first * LANES, s.last * LANES};
 }
 
-/* keys is a multiple of KR, hence even */
+/* keys is a multiple of KR, hence even.  Without spans all lanes count: a loop of its own, whose length is known. */
 #define ADD_STRIP(NV, ROWS)                                                                                    \
-    NOINLINE void add_strip_##NV(const REAL *a, const REAL *r, REAL *g, int64_t keys, const span *spans)       \
+    NOINLINE void add_strip_##NV(const REAL *a, const REAL *r, REAL *g, int64_t keys)                          \
+    {                                                                                                          \
+        int64_t key = 0;                                                                                       \
+        for (; key + ROWS <= keys; key += ROWS) add_row_block(a + key * NR, r, g + key * NV * LANES, 0, NR, ROWS, NV); \
+        for (; key < keys; key += 2) add_row_block(a + key * NR, r, g + key * NV * LANES, 0, NR, 2, NV);       \
+    }                                                                                                          \
+    NOINLINE void add_strip_cut_##NV(const REAL *a, const REAL *r, REAL *g, int64_t keys, const span *spans)   \
     {                                                                                                          \
         int64_t key = 0;                                                                                       \
         for (; key + ROWS <= keys; key += ROWS) {                                                              \
@@ -203,13 +206,17 @@ INLINE void add_rows(const REAL *a, const REAL *r, REAL *g, int64_t first, int64
     for (int s = 0; s < strips_of(columns); s++) {
         const int nv = strip_width(columns, s);
         REAL *to = g + first * nv * LANES;
-        switch (nv) {
-        case 1: add_strip_1(a, r, to, keys, spans); break;
-        case 2: add_strip_2(a, r, to, keys, spans); break;
+        switch (nv + (spans ? 4 : 0)) {
+        case 1: add_strip_1(a, r, to, keys); break;
+        case 2: add_strip_2(a, r, to, keys); break;
+        case 3: add_strip_3(a, r, to, keys); break;
+        case 5: add_strip_cut_1(a, r, to, keys, spans); break;
+        case 6: add_strip_cut_2(a, r, to, keys, spans); break;
+        case 7: add_strip_cut_3(a, r, to, keys, spans); break;
 #if WIDE == 4
-        case 4: add_strip_4(a, r, to, keys, spans); break;
+        case 4: add_strip_4(a, r, to, keys); break;
+        case 8: add_strip_cut_4(a, r, to, keys, spans); break;
 #endif
-        default: add_strip_3(a, r, to, keys, spans);
         }
         r += (int64_t)NR * nv * LANES;
         g += g_keys * nv * LANES;

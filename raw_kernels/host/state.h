@@ -83,14 +83,17 @@ NOINLINE void close_panel(panel *p, const call *c, int64_t batch, int64_t head, 
     const burst_block *b = c->b;
     REAL inverse[NR] __attribute__((aligned(VBYTES)));
     for (int i = 0; i < NR; i++) inverse[i] = p->l[i] == 0 ? 1 : 1 / p->l[i];
-    panel_to_rows(p->out, inverse, b->dim_v, rows, ld);
     const burst_array *to = b->final.data ? &b->final : &b->out;
-    const int type = b->final.data ? (int)b->type : TYPE_OF_REAL;
+    const int type = b->final.data ? (int)b->type : TYPE_OF_REAL, direct = p->count == NR && is_even(to, b->dim_v, type);
+    if (direct)
+        panel_to_rows(p->out, inverse, b->dim_v, (REAL *)row_at(to, batch, p->row, head), to->step[1] / (int64_t)sizeof(REAL));
+    else
+        panel_to_rows(p->out, inverse, b->dim_v, rows, ld);
     REAL lse[NR];
     for (int i = 0; i < NR; i++)
         lse[i] = (REAL)(((double)p->ref[i] + ((double)p->low[i] + log2_of((double)p->l[i]))) / LOG2E);
     for (int i = 0; i < p->count; i++) {
-        store_row(row_at(to, batch, p->row + i, head), to->step[3], b->dim_v, rows + i * ld, 1, type);
+        if (!direct) store_row(row_at(to, batch, p->row + i, head), to->step[3], b->dim_v, rows + i * ld, 1, type);
         *entry_at(&b->lse, batch, head, p->row + i) = lse[i];
     }
 }
@@ -114,7 +117,7 @@ NOINLINE void raise_maximum(panel *p, const REAL *s, int64_t keys, int64_t dv)
         store(p->low + j * LANES, pick(top == old, old_low, low));
         p->wide |= any(far);
         store(p->l + j * LANES, load(p->l + j * LANES) * fade);
-        for (int64_t c = 0; c < dv; c++) {
+        if (any(fade != 1)) for (int64_t c = 0; c < dv; c++) {
             REAL *o = p->out + c * NR + j * LANES;
             store(o, load(o) * fade);
         }

@@ -15,13 +15,11 @@ _Static_assert(BURST_KEYS_FORWARD % BURST_KEYS_BACKWARD == 0, "a forward tile is
 
 typedef struct {
     REAL *k;              /* [keys, ld_k] rows */
-    REAL *v;              /* [keys, ld_v] rows: backward */
-    REAL *chunks;         /* columns of V (forward) or K (backward) in chunks: see products.h */
-    REAL *row;            /* one row */
+    REAL *v;              /* [keys, ld_v] rows */
     INT *pos;             /* [keys] */
     INT *block_min, *block_max; /* [blocks] */
     INT min, max;               /* of all */
-    int64_t ld_k, ld_v, chunk_stride;
+    int64_t ld_k, ld_v;
     int64_t first, live, blocks; /* first key, keys, blocks of KR keys */
     int wild_k, wild_v;   /* an infinity or NaN is among them */
 } key_tile;
@@ -55,83 +53,44 @@ INLINE void load_positions(key_tile *t, const call *c, int64_t index)
     }
 }
 
+/* A group packs its next tile of keys piece by piece between its panels: `part` of `parts`. */
+INLINE int64_t part_start(const key_tile *t, int64_t part, int64_t parts) { return t->live * part / parts; }
+
 #ifndef BURST_AMX
-INLINE void take_tile(arena *a, key_tile *t, const call *c, int backward)
+INLINE void take_tile(arena *a, key_tile *t, const call *c)
 {
     const burst_block *b = c->b;
     const int64_t keys = ROUND_UP(c->tile_keys, KR), line = 64 / (int64_t)sizeof(REAL);
-    t->ld_k = ROUND_UP(b->d, line) + line;
+    t->ld_k = ROUND_UP(b->d, line) + line; /* padded: powers of two would alias in L1 */
     t->ld_v = ROUND_UP(b->dim_v, line) + line;
-    t->chunk_stride = CHUNK_STRIDE(keys);
     t->k = TAKE(a, REAL, keys * t->ld_k);
-    t->v = backward ? TAKE(a, REAL, keys * t->ld_v) : NULL;
-    t->chunks = TAKE(a, REAL, ROUND_UP(backward ? b->d : b->dim_v, KR) / KR * t->chunk_stride);
-    t->row = TAKE(a, REAL, MAX(t->ld_k, t->ld_v));
+    t->v = TAKE(a, REAL, keys * t->ld_v);
     take_positions(a, t, c);
 }
 
-INLINE void chunk_row(const key_tile *t, int64_t key, const REAL *row, int64_t columns)
+/* Rows [from, to) of one head of an array, of any type and stride, as REAL; columns up to whole blocks become 0.  Returns
+ * whether an infinity or a NaN is among them. */
+INLINE int pack_rows(const burst_array *x, int64_t n, int type, int64_t batch, int64_t head, int64_t first, int64_t from, int64_t to,
+                     REAL *rows, int64_t ld)
 {
-    for (int64_t c = 0; c < columns; c += KR)
-        memcpy(t->chunks + c / KR * t->chunk_stride + key * KR, row + c, KR * sizeof(REAL));
-}
-
-/* One row of any type and stride: to a row, or to the chunks, or to both; zeros up to whole chunks. */
-INLINE int load_key(const key_tile *t, const char *src, int64_t step, int64_t n, int type, int64_t key, REAL *row, int chunked)
-{
-    const int wild = load_row(src, step, n, row, type);
-    if (chunked) {
+    int wild = 0;
+    for (int64_t i = from; i < to; i++) {
+        REAL *row = rows + i * ld;
+        wild |= load_row(row_at(x, batch, first + i, head), x->step[3], n, row, type);
         for (int64_t j = n; j < ROUND_UP(n, KR); j++) row[j] = 0;
-        chunk_row(t, key, row, ROUND_UP(n, KR));
     }
     return wild;
 }
 
-/* Rows of REAL in whole vectors and whole chunks: no detour, and one test for infinities and NaN a tile. */
-INLINE int is_even(const burst_array *x, int64_t n, int type)
-{
-    return type == (int)TYPE_OF_REAL && x->step[3] == sizeof(REAL) && n % LANES == 0 && n % KR == 0;
-}
-
-INLINE ivec load_even(const key_tile *t, const REAL *src, int64_t n, int64_t key, REAL *row, int chunked)
-{
-    const ivec infinite = (ivec)splat(INFINITY);
-    ivec wild = (ivec){0};
-    for (int64_t c = 0; c < n; c += LANES) {
-        const vec x = loadu(src + c);
-        wild |= ((ivec)x & infinite) == infinite;
-        if (row) store(row + c, x);
-    }
-    if (chunked) chunk_row(t, key, src, n);
-    return wild;
-}
-
-/* Bring keys [from, to) of a tile, and their values, into scratch as REAL. */
-INLINE void pack_keys(key_tile *t, const call *c, int64_t batch, int64_t head, int64_t from, int64_t to, const int backward)
+NOINLINE void pack_keys(key_tile *t, const call *c, int64_t batch, int64_t head, int64_t part, int64_t parts)
 {
     const burst_block *b = c->b;
-    const int type = (int)b->type, even_k = is_even(&b->k, b->d, type), even_v = is_even(&b->v, b->dim_v, type);
-    ivec wild_k = (ivec){0}, wild_v = (ivec){0};
-    for (int64_t i = from; i < to; i++) {
-        const char *k = row_at(&b->k, batch, t->first + i, head), *v = row_at(&b->v, batch, t->first + i, head);
-        REAL *k_row = t->k + i * t->ld_k, *v_row = backward ? t->v + i * t->ld_v : NULL;
-        if (even_k)
-            wild_k |= load_even(t, (const REAL *)k, b->d, i, k_row, backward);
-        else
-            t->wild_k |= load_key(t, k, b->k.step[3], b->d, type, i, k_row, backward);
-        if (even_v)
-            wild_v |= load_even(t, (const REAL *)v, b->dim_v, i, v_row, !backward);
-        else
-            t->wild_v |= load_key(t, v, b->v.step[3], b->dim_v, type, i, backward ? v_row : t->row, !backward);
-    }
-    t->wild_k |= any(wild_k);
-    t->wild_v |= any(wild_v);
-    if (to < t->live) return;
-    const int64_t columns = ROUND_UP(backward ? b->d : b->dim_v, KR);
-    for (int64_t i = t->live; i < t->blocks * KR; i++) { /* P is 0 there, and 0 times what was left there must be 0 */
-        memset(t->row, 0, columns * sizeof(REAL));
-        chunk_row(t, i, t->row, columns);
-    }
+    const int64_t from = part_start(t, part, parts), to = part_start(t, part + 1, parts), padding = t->blocks * KR - t->live;
+    t->wild_k |= pack_rows(&b->k, b->d, (int)b->type, batch, head, t->first, from, to, t->k, t->ld_k);
+    t->wild_v |= pack_rows(&b->v, b->dim_v, (int)b->type, batch, head, t->first, from, to, t->v, t->ld_v);
+    if (to < t->live || !padding) return;
+    memset(t->k + t->live * t->ld_k, 0, padding * t->ld_k * sizeof(REAL)); /* P is 0 there, and 0 times it must be 0 */
+    memset(t->v + t->live * t->ld_v, 0, padding * t->ld_v * sizeof(REAL));
 }
 #endif
 
@@ -147,8 +106,11 @@ typedef struct {
 
 INLINE stream stream_of(const burst_array *x, int64_t batch, int64_t head, int64_t from, int64_t to, int64_t n, int type)
 {
-    const int64_t size = SIZE_OF_TYPE[type], lines = x->step[3] == size ? (n * size + 63) / 64 : 0;
-    return (stream){row_at(x, batch, from, head), x->step[1], 0, lines, MAX(0, to - from) * lines};
+    const int64_t size = SIZE_OF_TYPE[type];
+    const char *at = row_at(x, batch, from, head);
+    const int64_t over = (int64_t)((uintptr_t)at % 64); /* rows may start within a line, and then end within one more */
+    const int64_t lines = x->step[3] == size ? (over + n * size + 63) / 64 : 0;
+    return (stream){at - over, x->step[1], 0, lines, MAX(0, to - from) * lines};
 }
 
 INLINE void ask(stream *s, int64_t count)
@@ -162,15 +124,51 @@ INLINE void ask(stream *s, int64_t count)
     }
 }
 
+#ifndef BURST_AMX
+/* What a panel asks for while it computes a tile: a line every ASK columns of its products, rather than many at once, which
+ * would keep all of L1's fill buffers busy that the operands need. */
+enum { MOST_LINES = 1536, MOST_SLOTS = 128 };
+typedef struct {
+    int64_t next, n;
+    const char *line[MOST_LINES + MOST_SLOTS]; /* behind the last one: lines that are there anyway */
+} wishes;
+
+NOINLINE void collect(wishes *w, stream *s, int n, int64_t slots)
+{
+    const char **to = w->line, **end = w->line + MOST_LINES;
+    for (int i = 0; i < n; i++)
+        for (; s[i].left > 0 && to < end; s[i].left--) {
+            *to++ = s[i].at + 64 * s[i].line;
+            if (++s[i].line == s[i].lines) {
+                s[i].line = 0;
+                s[i].at += s[i].step;
+            }
+        }
+    w->next = 0;
+    w->n = to - w->line;
+    for (int64_t i = 0; i < MIN(slots, MOST_SLOTS); i++) to[i] = (const char *)w;
+}
+
+/* The next lines for a product of `columns` columns.  With fewer products to come than would do, some are asked for now. */
+INLINE const char *const *wish(wishes *w, int64_t columns, int64_t products)
+{
+    const int64_t slots = columns / ASK;
+    if (slots > MOST_SLOTS) return NULL;
+    const int64_t over = w->n - w->next - slots * products;
+    if (over > 0)
+        for (int64_t i = 0; i < over; i += products) __builtin_prefetch(w->line[w->next++], 0, 3);
+    const char *const *lines = w->line + MIN(w->next, w->n);
+    w->next += slots;
+    return lines;
+}
+#endif
+
 /* An even share of what is left, with `turns` turns to go. */
-NOINLINE void ask_all(stream *s, int n, int64_t turns)
+INLINE void ask_all(stream *s, int n, int64_t turns)
 {
     for (int i = 0; i < n; i++)
         if (s[i].left) ask(&s[i], (s[i].left + turns - 1) / turns);
 }
-
-/* A group packs its next tile of keys piece by piece between its panels: `part` of `parts`. */
-INLINE int64_t part_start(const key_tile *t, int64_t part, int64_t parts) { return t->live * part / parts; }
 
 INLINE void stream_keys(stream s[2], const key_tile *t, const call *c, int64_t batch, int64_t head, int64_t part, int64_t parts)
 {
@@ -179,17 +177,6 @@ INLINE void stream_keys(stream s[2], const key_tile *t, const call *c, int64_t b
     s[0] = stream_of(&b->k, batch, head, from, to, b->d, (int)b->type);
     s[1] = stream_of(&b->v, batch, head, from, to, b->dim_v, (int)b->type);
 }
-
-#ifndef BURST_AMX
-NOINLINE void pack_forward(key_tile *t, const call *c, int64_t batch, int64_t head, int64_t part, int64_t parts)
-{
-    pack_keys(t, c, batch, head, part_start(t, part, parts), part_start(t, part + 1, parts), 0);
-}
-NOINLINE void pack_backward(key_tile *t, const call *c, int64_t batch, int64_t head, int64_t part, int64_t parts)
-{
-    pack_keys(t, c, batch, head, part_start(t, part, parts), part_start(t, part + 1, parts), 1);
-}
-#endif
 
 INLINE enum sight block_sight(const key_tile *t, const lanes *q, int64_t block)
 {
