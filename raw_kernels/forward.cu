@@ -73,7 +73,7 @@ DEVICE bool all_seen(const State &state, Desk &desk)
     UNROLL for (int slab = 0; slab < SLABS; slab++)
         most = fmaxf(most, fmaxf(state.minus_m[slab][0], state.minus_m[slab][1]));
     if (agreed(most == INFINITE)) return false;
-    if (thread_index() % 32 == 0) desk.seen = 1, desk.plain = desk.runs & ~desk.hidden;
+    if (thread_index() % 32 == 0) desk.seen = 1, desk.plain = desk.numbers ? ~desk.hidden : 0;
     __syncwarp();
     return true;
 }
@@ -110,7 +110,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const __grid_const
             desk.begin = (i64)block.tiles_k * item.split / block.splits;
             desk.window = (i64)block.tiles_k * (item.split + 1) / block.splits;
             desk.cut = desk.full = 0;
-            desk.started = !fresh, desk.seen = 0;
+            desk.started = !fresh, desk.seen = 0, desk.numbers = block.spans[block.rows_q].x;
             desk.whole = near(block.k.row) && near(block.v.row) ? block.rows_k / TILE_K : 0;
         }
         __syncwarp();
@@ -130,7 +130,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const __grid_const
 #else
     const float c = (float)(block.scale * 1.4426950408889634);
 #endif
-    const int2 kept = SPARE ? lane_interval(block, desk.item.tile) : int2{0, 0};
+    const int2 kept = KEEPS_SPAN ? lane_span(block, desk.item.tile) : int2{0, 0};
     Addresses at;
     UNROLL for (int i = 0; i < PagesK::BASES; i++)
         at.k[i] = opaque((smem + K_SMEM + PagesK::at(lane % 8 + 8 * (lane / 16), lane / 8 % 2)) ^ (32 * i));
@@ -184,12 +184,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const __grid_const
         /* ---------------- any tile: cut, not whole, the first one */
         Desk &desk = own_desk();
         NO_UNROLL do {
-            const int first = block.extent[now.tile].x; /* position of its first key, where they are consecutive */
-            const int2 interval = SPARE ? kept : lane_interval(block, desk.item.tile);
+            const int2 span = KEEPS_SPAN ? kept : lane_span(block, desk.item.tile);
             copies_wait<0>();
             __syncthreads();
             if (V_STAGES == 1) {
-                ask_values(smem, block, desk, now.tile, 0);
+                if (agreed(now.tile < desk.whole))
+                    copy_tile<HEAD_DIM_V>(to_v, to_v_other, share_of<HEAD_DIM_V>(desk.v, (int)block.v.row, now.tile * TILE_K, thread_index()),
+                                          (int)block.v.row * Share<HEAD_DIM_V>::PASS, block.dim_v);
+                else
+                    copy_rows<HEAD_DIM_V, TILE_K>(smem + V_SMEM, desk.v, block.v.row, now.tile * TILE_K, block.rows_k, block.dim_v);
                 copies_commit();
             }
             const int4 glance = *(const int4 *)&desk; /* quick, plain, window, hidden */
@@ -215,10 +218,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const __grid_const
             const int offset_k = stage * K_BYTES, offset_v = V_STAGES == 2 ? stage * V_BYTES : 0;
             await_values(); /* by all warps at one place, whatever each does then */
             Hidden hidden = {};
-            if (agreed(now.one & glance.y)) hidden = gather(columns_of_run(interval, first));
+            if (agreed(now.one & glance.y)) hidden = gather(columns_of_run(span, now.tile));
             else {
                 if (agreed(now.one & glance.w)) goto done;
-                if (agreed(now.one)) hidden = gather(columns_of_any(block, interval, now.tile));
+                if (agreed(now.one)) hidden = gather(agreed(desk.numbers) ? columns_of_run(span, now.tile) : columns_of_any(block, span, now.tile));
                 if (BENT || !all_seen(state, desk)) goto classic;
             }
             if (!BENT && take_tile<true>(state, at, offset_k, offset_v, c, hidden)) goto done;

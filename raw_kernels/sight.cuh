@@ -2,9 +2,9 @@
  *
  *   reach  of a tile of queries  {x: least lo, y: greatest hi of rows that see anything; z: greatest lo, w: least hi of all}
  *   extent of a tile of keys     {x: least pos, y: greatest pos}; a tile with fewer than tile_k keys is never full
- *          y - x is (keys - 1) only where the positions are x, x + 1, ... in that order, and a multiple of (tile_k - 1) in a tile of
- *          tile_k keys only where they are x, x + step, ... with a step of 1 or more: a tile that would break this has an extent
- *          wider by 1 or 2, which hides and shows nothing
+ *   spans  of a row of queries   {x: lo, y: hi}, for kernels that ask for them (Block.spans), and {1 where positions ascend, 0} at the end.
+ *          Positions that ascend, in whatever steps, are as good as the keys' own numbers: the keys a row sees are a run of them.
+ *          Then lo, hi, reach and extent are all told in these numbers: lo becomes the number of keys with pos < lo
  *
  *   empty  pos_max < lo_min or pos_min >= hi_max      not loaded
  *   full   pos_min >= lo_max and pos_max < hi_min     no mask code, no position is read

@@ -261,16 +261,17 @@ FAULTS = {
     "V not awaited": ("forward_tile.cuh", "copies_wait<1>();", "copies_wait<2>();", 128, "both"),
     "no barrier for V": ("forward_tile.cuh", "copies_wait<1>();\n        __syncthreads();", "copies_wait<1>();", 128, "both"),
     "Q overwritten before it is read": ("forward_state.cuh", "(16 * P::ROW));\n    __syncthreads();", "(16 * P::ROW));", 64, "both"),
-    "a key too many above": ("forward_mask.cuh", "first), above(interval.y, first));", "first), above(interval.y, first) + 1);", 64, "second"),
-    "a key too few below": ("forward_mask.cuh", "outside(above(interval.x, first),", "outside(above(interval.x, first) + 1,", 64, "second"),
-    "a key too few of even steps": ("forward_mask.cuh", "2 * (a + step - 1)", "2 * (a + step)", 64, "striped"),
-    "a key too many of even steps": ("forward_mask.cuh", "2 * (b + step - 1)", "2 * (b + step)", 64, "striped"),
-    "a key too many of any positions": ("forward_mask.cuh", "(u32)interval.x < width)", "(u32)interval.x <= width)", 64, "shuffled"),
+    "a key too many above": ("forward_mask.cuh", "max(span.y - first, 0));", "max(span.y - first, 0) + 1);", 64, "second"),
+    "a key too few below": ("forward_mask.cuh", "outside(max(span.x - first, 0),", "outside(max(span.x - first, 0) + 1,", 64, "second"),
+    "a key too many before a position": ("survey.cu", "block.pos[middle] < x", "block.pos[middle] <= x", 64, "striped"),
+    "one interval in numbers of keys, the other in positions": ("survey.cu", "hi = keys_before(block, hi);", "hi = hi;", 64, "striped"),
+    "a key too many of any positions": ("forward_mask.cuh", "(u32)span.x < width)", "(u32)span.x <= width)", 64, "shuffled"),
     "a key that is not there": ("forward_mask.cuh", "(1u << left) - 1", "(2u << left) - 1", 64, "shuffled"),
-    "a tail too long": ("forward_mask.cuh", "most = count * step", "most = (count + 1) * step", 64, "tail"),
+    "a tail too long": ("survey.cu", "high = block.rows_k;", "high = block.rows_k + 1;", 64, "tail"),
     "a neighbour's bits": ("forward_mask.cuh", "2 * i - 2 * quarter", "2 * i - 2 * quarter + 1", 64, "narrow"),
     "a cut tile twice": ("forward_shape.cuh", "desk.quick = desk.cut = 0", "desk.quick = 0", 64, "both"),
-    "a turned tile taken for a run": ("survey.cu", "if (!even && step", "if (false && step", 64, "turned"),
+    "a turned tile taken for a run": ("survey.cu", "pos <= block.pos[row + 1]", "true", 64, "turned"),
+    "tiles that fall taken for a run": ("survey.cu", "rises &= row + 1", "rises &= i + 1 == block.tile_k || row + 1", 64, "fallen"),
     "no rescaling of out": ("forward_tile.cuh", "state.out_frag[slab][n][2 * h] *= shrink;", ";", 64, "both"),
     "no rescaling of the sum": ("forward_tile.cuh", "fmaf(state.sum[slab][h], shrink, sum)", "state.sum[slab][h] + sum", 64, "both"),
     "no guard": ("forward_tile.cuh", "!(worst <= GUARD)", "false", 64, "long"),
@@ -281,7 +282,8 @@ FAULTS = {
 
 STRIPED = np.concatenate([np.arange(r, 300, 4) for r in range(4)])
 SHUFFLED = np.random.default_rng(3).permutation(130)
-TURNED = np.concatenate([np.arange(64)[::-1], np.arange(64, 130)])  # the first tile's positions span 64, but descend
+TURNED = np.concatenate([np.arange(64)[::-1], np.arange(64, 130)])  # positions of the first tile descend
+FALLEN = np.concatenate([np.arange(64, 128), np.arange(64), [128, 129]])  # those of each tile ascend, not so those of all
 FAULT_CASES = {
     "long": ((1, 130, 600, 1, 1), {"gain": 12.0, "change": growing}),
     "narrow": ((1, 130, 130, 1, 1), {"window": (4, 0)}),
@@ -289,6 +291,7 @@ FAULT_CASES = {
     "shuffled": ((1, 130, 130, 1, 1), {"window": (9, 3), "order_k": SHUFFLED, "cuts": (50,)}),
     "second": ((1, 130, 130, 1, 1), {"window": (40, 40), "cuts": (64,)}),  # cut tiles of rows that have seen others
     "turned": ((1, 130, 130, 1, 1), {"causal": True, "order_k": TURNED}),
+    "fallen": ((1, 130, 130, 1, 1), {"causal": True, "order_k": FALLEN}),
     "tail": ((1, 130, 130, 1, 1), {"window": (40, 40), "cuts": (70,)}),  # rows see keys beyond the end of a block
     "both": ((1, 130, 450, 1, 1), {"gain": 12.0, "change": growing, "window": (280, 120), "cuts": (400,)}),
 }

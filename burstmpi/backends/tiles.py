@@ -77,6 +77,7 @@ class Kernel:
     tile: Tile
     defines: dict = field(hash=False)
     sum_bytes: int = 0  # backward: of dQ on its way by atomic sums, of one query row, at the start of Block.work
+    spans: bool = False  # whether it reads Block.spans: raw_kernels/sight.cuh
     prepared_bytes: int = 0  # backward: of what ``backward_prepare`` lays out behind them, of one query row
 
     def sums(self, batch: int, heads: int, rows_q: int) -> int:
@@ -173,7 +174,7 @@ def forward(arch: str, dtype: str, d: int, dv: int) -> Kernel:
         "SHARED": tile.shared,
         "SHARED_LIMIT": SHARED_LIMIT[arch],
     }
-    return Kernel("forward", tile, defines)
+    return Kernel("forward", tile, defines, spans=True)
 
 
 # ---------------------------------------------------------------- backward, float16 and bfloat16
