@@ -156,6 +156,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const __grid_const
             auto turn = [&](int stage) {
                 copies_wait<0>();
                 __syncthreads();
+                if (!KEEPS_ROWS) {
+                    const Desk &desk = own_desk();
+                    const int next = desk.lowest + ahead - 1;
+                    from_k = share_of<HEAD_DIM>(desk.k, (int)block.k.row, next * TILE_K, thread_index());
+                    from_v = share_of<HEAD_DIM_V>(desk.v, (int)block.v.row, (next + 2 - V_STAGES) * TILE_K, thread_index());
+                }
                 if (V_STAGES == 1) {
                     copy_tile<HEAD_DIM_V>(to_v, to_v_other, from_v, step_v, block.dim_v);
                     copies_commit();
@@ -163,7 +169,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const __grid_const
                 copy_tile<HEAD_DIM>(to_k + (1 - stage) * K_BYTES, to_k_other + (1 - stage) * K_BYTES, from_k, step_k, block.d);
                 if (V_STAGES == 2) copy_tile<HEAD_DIM_V>(to_v + (1 - stage) * V_BYTES, to_v_other + (1 - stage) * V_BYTES, from_v, step_v, block.dim_v);
                 copies_commit();
-                from_k -= (Step)block.k.row * TILE_K, from_v -= (Step)block.v.row * TILE_K;
+                if (KEEPS_ROWS) from_k -= (Step)block.k.row * TILE_K, from_v -= (Step)block.v.row * TILE_K;
                 ahead--;
             };
             const Hidden none = {};

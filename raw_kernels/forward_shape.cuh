@@ -3,7 +3,8 @@
  *   TILE_Q, TILE_K       rows of a tile of queries, of keys           WARPS   of a block, TILE_Q / WARPS rows each (16 or 32)
  *   HEAD_DIM, HEAD_DIM_V columns of Q and K, of V                     V_STAGES tiles of V that shared memory holds (K: 2)
  *   Q_IN_REGISTERS       1: Q's fragments stay in registers           FULL_CHUNK, CUT_CHUNK  keys whose scores are made at a time
- *   PADDED               1: d or dim_v is less than HEAD_DIM(_V)
+ *   PADDED               1: d or dim_v is less than HEAD_DIM(_V)      KEEPS_ROWS  1: the main loop keeps where rows are copied from; 0: it
+ *                        finds them anew for each tile, as there are no four registers for them
  */
 #ifndef BURST_FORWARD_SHAPE_CUH
 #define BURST_FORWARD_SHAPE_CUH

@@ -106,6 +106,7 @@ class _Forward:
     q_in_registers: bool
     chunk: int  # keys whose scores are made at a time
     resident: int  # blocks of threads on a multiprocessor: by registers and shared memory
+    keeps_rows: bool = True  # the main loop keeps pointers to rows in registers; else it finds them anew for each tile
 
     def shared(self, d: int, dv: int) -> int:
         """Bytes of shared memory, as raw_kernels/forward_shape.cuh has them."""
@@ -143,6 +144,7 @@ _FORWARD = {
         256: _Forward(64, 16, 4, 1, False, 16, 1),
     },
 }
+_FORWARD["100"] = {**_FORWARD["large"], 128: replace(_FORWARD["large"][128], keeps_rows=False)}
 
 
 def forward(arch: str, dtype: str, d: int, dv: int) -> Kernel:
@@ -157,7 +159,7 @@ def forward(arch: str, dtype: str, d: int, dv: int) -> Kernel:
         raise ValueError(f"dtype: bfloat16 needs tensor cores of sm_80 or newer, this GPU is sm_{arch}; use float16")
     padded_d, padded_dv = padded(d), padded(dv)
     small = SHARED_LIMIT[arch] < 163 << 10
-    shape = _FORWARD["75" if arch == "75" else "small" if small else "large"][max(padded_d, padded_dv)]
+    shape = _FORWARD[arch if arch in _FORWARD else "small" if small else "large"][max(padded_d, padded_dv)]
     tile = Tile(shape.queries, shape.keys, shape.warps, 2, shape.shared(padded_d, padded_dv), shape.resident)
     defines = {
         "TYPE": _HALVES[dtype],
@@ -168,6 +170,7 @@ def forward(arch: str, dtype: str, d: int, dv: int) -> Kernel:
         "WARPS": tile.warps,
         "V_STAGES": shape.v_stages,
         "Q_IN_REGISTERS": int(shape.q_in_registers),
+        "KEEPS_ROWS": int(shape.keeps_rows),
         "FULL_CHUNK": shape.chunk,
         "CUT_CHUNK": max(shape.chunk, shape.keys if max(padded_d, padded_dv) <= 64 else 16),
         "PADDED": int((d, dv) != (padded_d, padded_dv)),
