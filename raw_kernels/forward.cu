@@ -73,7 +73,7 @@ DEVICE bool all_seen(const State &state, Desk &desk)
     UNROLL for (int slab = 0; slab < SLABS; slab++)
         most = fmaxf(most, fmaxf(state.minus_m[slab][0], state.minus_m[slab][1]));
     if (agreed(most == INFINITE)) return false;
-    if (thread_index() % 32 == 0) desk.seen = 1, desk.plain = desk.numbers ? ~desk.hidden : 0;
+    if (thread_index() % 32 == 0) desk.seen = 1, desk.plain = desk.runs & ~desk.hidden;
     __syncwarp();
     return true;
 }
@@ -110,7 +110,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const __grid_const
             desk.begin = (i64)block.tiles_k * item.split / block.splits;
             desk.window = (i64)block.tiles_k * (item.split + 1) / block.splits;
             desk.cut = desk.full = 0;
-            desk.started = !fresh, desk.seen = 0, desk.numbers = block.spans[block.rows_q].x;
+            desk.started = !fresh, desk.seen = 0;
             desk.whole = near(block.k.row) && near(block.v.row) ? block.rows_k / TILE_K : 0;
         }
         __syncwarp();
@@ -190,6 +190,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const __grid_const
         /* ---------------- any tile: cut, not whole, the first one */
         Desk &desk = own_desk();
         NO_UNROLL do {
+            const int first = block.extent[now.tile].x; /* position of its first key, where they are consecutive */
             const int2 span = KEEPS_SPAN ? kept : lane_span(block, desk.item.tile);
             copies_wait<0>();
             __syncthreads();
@@ -224,10 +225,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const __grid_const
             const int offset_k = stage * K_BYTES, offset_v = V_STAGES == 2 ? stage * V_BYTES : 0;
             await_values(); /* by all warps at one place, whatever each does then */
             Hidden hidden = {};
-            if (agreed(now.one & glance.y)) hidden = gather(columns_of_run(span, now.tile));
+            if (agreed(now.one & glance.y)) hidden = gather(columns_of_run(span, first));
             else {
                 if (agreed(now.one & glance.w)) goto done;
-                if (agreed(now.one)) hidden = gather(agreed(desk.numbers) ? columns_of_run(span, now.tile) : columns_of_any(block, span, now.tile));
+                if (agreed(now.one)) hidden = gather(columns_of_any(block, span, now.tile));
                 if (BENT || !all_seen(state, desk)) goto classic;
             }
             if (!BENT && take_tile<true>(state, at, offset_k, offset_v, c, hidden)) goto done;

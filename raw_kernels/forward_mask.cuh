@@ -4,9 +4,9 @@
  *   a quad         the four lanes of a fragment's rows swap them                       shuffles
  *   a thread       the bits of its own scores: a byte for each n8 tile of S            R2P makes 7 predicates of a byte
  *
- * Where positions ascend (contiguous, zigzag and striped layouts, and all others in order), survey.cu has made numbers of
- * keys of the intervals (sight.cuh), and those that a row sees are a run of columns: two shifts.  Any other positions
- * need a comparison for each pair.
+ * Where the positions of a tile are consecutive, the keys that a row sees are a run of columns: two shifts.  So they are
+ * wherever the positions of all keys ascend, as in contiguous, zigzag and striped layouts: survey.cu puts the keys' numbers
+ * in their place (sight.cuh).  Any other positions need a comparison for each pair.
  */
 #ifndef BURST_FORWARD_MASK_CUH
 #define BURST_FORWARD_MASK_CUH
@@ -57,17 +57,19 @@ DEVICE Columns outside(u32 a, u32 b)
     return columns;
 }
 
-/* Of a span in numbers of keys.  It ends with the last key, and so hides those that are not there. */
-DEVICE Columns columns_of_run(int2 span, int tile)
-{
-    const int first = tile * TILE_K;
-    return outside(max(span.x - first, 0), max(span.y - first, 0));
-}
+/* How far x lies above `first`: exact for any two numbers, as their difference is not signed. */
+DEVICE u32 above(int x, int first) { return (u32)max(x, first) - (u32)first; }
 
-/* Of a span of positions. */
+/* A whole tile of consecutive positions. */
+DEVICE Columns columns_of_run(int2 span, int first) { return outside(above(span.x, first), above(span.y, first)); }
+
+/* Any tile. */
 DEVICE Columns columns_of_any(const Block &block, int2 span, int tile)
 {
+    const int2 extent = block.extent[tile];
     const int count = min(TILE_K, block.rows_k - tile * TILE_K);
+    if (agreed((u32)extent.y - (u32)extent.x == (u32)count - 1)) /* consecutive; keys from `count` on are not there */
+        return outside(above(span.x, extent.x), min(above(span.y, extent.x), (u32)count));
     const u32 lane = thread_index() % 32, width = (u32)max(span.x, span.y) - (u32)span.x;
     Columns columns;
     UNROLL for (int word = 0; word < WORDS; word++) {

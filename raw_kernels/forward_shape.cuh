@@ -73,7 +73,7 @@ static_assert(SHARED <= SHARED_LIMIT, "the tile does not fit into shared memory"
 /* What a warp must know now and then, but should not keep in registers through the main loop. */
 struct Desk {
     u32 quick;         /* `cut` as it was found, or 0 where rows lie too far apart for 32 bits: cut tiles are taken from it downwards */
-    u32 plain;         /* of the tiles looked at: not `hidden`; 0 where positions do not ascend, or while some row has no reference yet */
+    u32 plain;         /* of the tiles looked at: `runs` that are not `hidden`; 0 while some row has no reference yet */
     int window;        /* tiles from here on have been looked at ... */
     u32 hidden;        /* of these: this warp sees nothing of it */
     int4 reach;        /* of the warp's own rows, as in sight.cuh */
@@ -82,7 +82,7 @@ struct Desk {
     int begin;         /* first tile of keys of this split */
     int whole;         /* tiles below this one are whole; 0 where rows lie too far apart for 32 bits */
     u32 cut, full;     /* ... and these are still to be done: bit i is tile window + i */
-    int numbers;       /* intervals are told in numbers of keys: positions ascend */
+    u32 runs;          /* of the tiles looked at: whole, with consecutive positions */
     int lowest;        /* tile of the run of full tiles that the main loop is in */
     int started;       /* a tile has been taken in, or a state: most rows have a reference */
     int seen;          /* all rows of this warp have one */
@@ -104,9 +104,11 @@ DEVICE void look_down(const Block &block, Desk &desk)
     const Look look = look_at_keys(block, block.reach[desk.item.tile], window, end);
     const int2 extent = tile < end ? block.extent[tile] : int2{0, 0};
     const u32 hidden = __ballot_sync(~0u, !tile_visible(reach, extent));
+    const bool whole = (tile + 1) * TILE_K <= block.rows_k;
+    const u32 runs = __ballot_sync(~0u, whole && (u32)extent.y - (u32)extent.x == TILE_K - 1);
     if (lane == 0) {
         desk.window = window, desk.cut = look.cut, desk.full = look.full;
-        desk.hidden = hidden, desk.plain = desk.seen && desk.numbers ? ~hidden : 0;
+        desk.hidden = hidden, desk.runs = runs, desk.plain = desk.seen ? runs & ~hidden : 0;
         desk.quick = desk.whole ? look.cut : 0;
     }
     __syncwarp();

@@ -42,6 +42,15 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) survey_keys(const __gri
     }
     extent = {warp_min(extent.x), warp_max(extent.y)};
     rises = __all_sync(~0u, rises);
+    const int count = min(block.tile_k, block.rows_k - tile * block.tile_k);
+    if ((u32)extent.y - (u32)extent.x == (u32)count - 1) { /* this promises that they are consecutive */
+        bool run = true;
+        for (int i = lane; i < count; i += 32) run &= block.pos[tile * block.tile_k + i] == extent.x + i;
+        if (!__all_sync(~0u, run)) {
+            if (extent.y < 2147483647) extent.y++;
+            else extent.x--;
+        }
+    }
     if (lane == 0) block.extent[tile] = extent, ascends[tile] = rises;
 }
 
@@ -78,7 +87,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) survey_queries(const __
     }
     reach = {warp_min(reach.x), warp_max(reach.y), warp_max(reach.z), warp_min(reach.w)};
     if (lane == 0) block.reach[tile] = reach;
-    if (block.spans && tile == 0 && lane == 0) block.spans[block.rows_q] = {numbers, 0};
     if (numbers)
         for (int t = tile * 32 + lane; t < block.tiles_k; t += block.tiles_q * 32)
             block.extent[t] = {t * block.tile_k, min((t + 1) * block.tile_k, block.rows_k) - 1};

@@ -270,16 +270,17 @@ FAULTS = {
     "V not awaited": ("forward_tile.cuh", "copies_wait<1>();", "copies_wait<2>();", 128, "both"),
     "no barrier for V": ("forward_tile.cuh", "copies_wait<1>();\n        __syncthreads();", "copies_wait<1>();", 128, "both"),
     "Q overwritten before it is read": ("forward_state.cuh", "(16 * P::ROW));\n    __syncthreads();", "(16 * P::ROW));", 64, "both"),
-    "a key too many above": ("forward_mask.cuh", "max(span.y - first, 0));", "max(span.y - first, 0) + 1);", 64, "second"),
-    "a key too few below": ("forward_mask.cuh", "outside(max(span.x - first, 0),", "outside(max(span.x - first, 0) + 1,", 64, "second"),
+    "a key too many above": ("forward_mask.cuh", "first), above(span.y, first));", "first), above(span.y, first) + 1);", 64, "second"),
+    "a key too few below": ("forward_mask.cuh", "outside(above(span.x, first),", "outside(above(span.x, first) + 1,", 64, "second"),
     "a key too many before a position": ("survey.cu", "block.pos[middle] < x", "block.pos[middle] <= x", 64, "striped"),
     "one interval in numbers of keys, the other in positions": ("survey.cu", "hi = keys_before(block, hi);", "hi = hi;", 64, "striped"),
     "a key too many of any positions": ("forward_mask.cuh", "(u32)span.x < width)", "(u32)span.x <= width)", 64, "shuffled"),
     "a key that is not there": ("forward_mask.cuh", "(1u << left) - 1", "(2u << left) - 1", 64, "shuffled"),
-    "a tail too long": ("survey.cu", "high = block.rows_k;", "high = block.rows_k + 1;", 64, "tail"),
+    "a tail too long": ("forward_mask.cuh", "min(above(span.y, extent.x), (u32)count)", "above(span.y, extent.x)", 64, "chunks"),
     "a neighbour's bits": ("forward_mask.cuh", "2 * i - 2 * quarter", "2 * i - 2 * quarter + 1", 64, "narrow"),
     "a cut tile twice": ("forward_shape.cuh", "desk.quick = desk.cut = 0", "desk.quick = 0", 64, "both"),
-    "a turned tile taken for a run": ("survey.cu", "pos <= block.pos[row + 1]", "true", 64, "turned"),
+    "a turned tile taken for ascending": ("survey.cu", "pos <= block.pos[row + 1]", "true", 64, "turned"),
+    "a turned tile taken for a run": ("survey.cu", "!__all_sync(~0u, run)", "false", 64, "turned"),
     "tiles that fall taken for a run": ("survey.cu", "rises &= row + 1", "rises &= i + 1 == block.tile_k || row + 1", 64, "fallen"),
     "no rescaling of out": ("forward_tile.cuh", "state.out_frag[slab][n][2 * h] *= shrink;", ";", 64, "both"),
     "no rescaling of the sum": ("forward_tile.cuh", "fmaf(state.sum[slab][h], shrink, sum)", "state.sum[slab][h] + sum", 64, "both"),
@@ -293,6 +294,7 @@ STRIPED = np.concatenate([np.arange(r, 300, 4) for r in range(4)])
 SHUFFLED = np.random.default_rng(3).permutation(130)
 TURNED = np.concatenate([np.arange(64)[::-1], np.arange(64, 130)])  # positions of the first tile descend
 FALLEN = np.concatenate([np.arange(64, 128), np.arange(64), [128, 129]])  # those of each tile ascend, not so those of all
+CHUNKS = np.concatenate([np.arange(60, 124), np.arange(60), np.arange(124, 130)])  # consecutive tiles that do not ascend; rows see beyond tails
 FAULT_CASES = {
     "long": ((1, 130, 600, 1, 1), {"gain": 12.0, "change": growing}),
     "narrow": ((1, 130, 130, 1, 1), {"window": (4, 0)}),
@@ -301,7 +303,7 @@ FAULT_CASES = {
     "second": ((1, 130, 130, 1, 1), {"window": (40, 40), "cuts": (64,)}),  # cut tiles of rows that have seen others
     "turned": ((1, 130, 130, 1, 1), {"causal": True, "order_k": TURNED}),
     "fallen": ((1, 130, 130, 1, 1), {"causal": True, "order_k": FALLEN}),
-    "tail": ((1, 130, 130, 1, 1), {"window": (40, 40), "cuts": (70,)}),  # rows see keys beyond the end of a block
+    "chunks": ((1, 130, 130, 1, 1), {"window": (40, 40), "order_k": CHUNKS, "cuts": (70,)}),
     "both": ((1, 130, 450, 1, 1), {"gain": 12.0, "change": growing, "window": (280, 120), "cuts": (400,)}),
 }
 

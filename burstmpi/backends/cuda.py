@@ -103,7 +103,7 @@ class CudaBackend(GpuMemory, PlainVerbs):
         room = Blueprint()
         room.add("reach", (tiles_q, 4), np.int32)
         room.add("extent", (tiles_k, 2), np.int32)
-        room.add("spans", ((rows_q + 1) * kernel.spans, 2), np.int32)
+        room.add("spans", (rows_q * kernel.spans, 2), np.int32)
         room.add("order", (max(tiles_q, tiles_k),), np.int32)
         room.add("weights", (max(tiles_q, tiles_k),), np.int32)
         room.add("slopes", (slopes,), np.uint8)
@@ -309,6 +309,16 @@ def _numbered(lo, hi, pos):
     return *(np.searchsorted(pos, x).astype(np.int32) for x in (lo, hi)), np.arange(len(pos), dtype=np.int32)
 
 
+def _extents(pos, starts):
+    """Least and greatest position of each tile of keys, as survey_keys of raw_kernels/survey.cu tells them: a tile whose
+    positions are not consecutive, but whose span would promise that they are, gets a span that does not."""
+    first, last = (reduce.reduceat(pos, starts).astype(np.int64) for reduce in (np.minimum, np.maximum))
+    count = np.diff(starts, append=len(pos))
+    tile = np.repeat(np.arange(len(starts)), count)
+    run = np.logical_and.reduceat(pos == first[tile] + np.arange(len(pos)) - starts[tile], starts)
+    return first, last + (~run & (last - first == count - 1))
+
+
 def _visible_pairs(lo, hi, pos, tile_q: int, tile_k: int) -> int:
     """Pairs of tiles that are not empty: lo, hi [rows_q], pos [rows_k], int32."""
     starts_q, starts_k = (np.arange(0, len(x), tile) for x, tile in ((lo, tile_q), (pos, tile_k)))
@@ -316,7 +326,7 @@ def _visible_pairs(lo, hi, pos, tile_q: int, tile_k: int) -> int:
     least = np.minimum.reduceat(np.where(sees, lo, np.iinfo(np.int32).max), starts_q)
     most = np.maximum.reduceat(np.where(sees, hi, np.iinfo(np.int32).min), starts_q)
     some = least < most  # tiles with a row that sees anything
-    first, last = (reduce.reduceat(pos, starts_k) for reduce in (np.minimum, np.maximum))
+    first, last = _extents(pos, starts_k)
     before = np.searchsorted(np.sort(last), least[some], "left")  # pos_max < lo_min
     behind = len(first) - np.searchsorted(np.sort(first), most[some], "left")  # pos_min >= hi_max
     return int((len(first) - before - behind).sum())
