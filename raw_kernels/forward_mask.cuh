@@ -71,15 +71,21 @@ DEVICE Columns columns_of_any(const Block &block, int2 span, int tile)
     if (agreed((u32)extent.y - (u32)extent.x == (u32)count - 1)) /* consecutive; keys from `count` on are not there */
         return outside(above(span.x, extent.x), min(above(span.y, extent.x), (u32)count));
     const u32 lane = thread_index() % 32, width = (u32)max(span.x, span.y) - (u32)span.x;
+    constexpr int KEYS = TILE_K < 32 ? TILE_K : 32; /* of a word */
     Columns columns;
     UNROLL for (int word = 0; word < WORDS; word++) {
         const int key = tile * TILE_K + 32 * word + lane;
-        const int pos = 32 * word + (int)lane < count ? block.pos[key] : 0;
+        int pos = 32 * word + (int)lane < count ? block.pos[key] : 0;
         u32 seen = 0;
-        _Pragma("unroll 4") for (int i = 0; i < min(32, TILE_K); i++) {
-            const int other = __shfl_sync(~0u, pos, i);
-            if ((u32)other - (u32)span.x < width) seen |= 1u << i; /* lo <= pos < hi */
+        NO_UNROLL for (int i = 0; i < KEYS; i += 8) { /* 8 keys at a time, so that lanes and bits are constants */
+            UNROLL for (int j = 0; j < 8; j++) {
+                const int other = __shfl_sync(~0u, pos, j);
+                if ((u32)other - (u32)span.x < width) seen |= 1u << j; /* lo <= pos < hi */
+            }
+            seen = __funnelshift_r(seen, seen, 8);
+            pos = __shfl_sync(~0u, pos, lane + 8);
         }
+        seen = __funnelshift_r(seen, seen, 32 - KEYS);
         const int left = max(count - 32 * word, 0); /* keys that are there */
         if (left < 32) seen &= (1u << left) - 1;
         columns.word[word] = ~seen;
