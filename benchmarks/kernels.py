@@ -7,6 +7,7 @@
     python benchmarks/kernels.py --gpu                   # times on the GPU at hand, beside its peak, PyTorch and flash_attn
 
 float16 and bfloat16: x, other instructions per HMMA on the hot path of the loop of full tiles (sass.py), and of the loop that masks;
+"fill" are instructions of that loop that do nothing (NOP, or a predicate that is never true), which x counts but for NOPs;
 cycles of a trip for a warp and its quarter of a multiprocessor, by what it uses:
 
     tensor   HMMA x cycles of one        issue   all instructions        EX2   MUFU x 8
@@ -127,8 +128,8 @@ def bound(model: dict[str, float]) -> str:
 
 
 def table(archs, dims, dtypes, directions) -> None:
-    head = ("kernel", "sm", "type", "d", "x", "x cut", "ratio", "LDL/STL", "regs", "stack", "blocks", "NOP", "s")
-    print("%-16s %4s %-9s %7s %6s %6s %6s %8s %5s %6s %7s %4s %5s  cycles of a trip" % head)
+    head = ("kernel", "sm", "type", "d", "x", "x cut", "ratio", "LDL/STL", "regs", "stack", "blocks", "NOP", "fill", "s")
+    print("%-16s %4s %-9s %7s %6s %6s %6s %8s %5s %6s %7s %4s %4s %5s  cycles of a trip" % head)
     for direction in directions:
         for arch in archs:
             for d, dv in dims:
@@ -139,9 +140,9 @@ def table(archs, dims, dtypes, directions) -> None:
                     model = modelled(arch, f.full)
                     cut = f.cut.x if f.cut else float("nan")
                     row = (direction, arch, dtype, d if d == dv else f"{d}/{dv}", f.full.x_without_nops, cut, cut / f.full.x, f.full.local,
-                           f.listing.registers, f.listing.stack, f.occupancy, f.full.nops, f.seconds)  # fmt: skip
+                           f.listing.registers, f.listing.stack, f.occupancy, f.full.nops, f.full.fillers, f.seconds)  # fmt: skip
                     text = ", ".join(f"{name} {value:.0f}" for name, value in model.items())
-                    print("%-16s %4s %-9s %7s %6.3f %6.3f %6.2f %8d %5d %6d %7d %4d %5.1f  %s: %s" % (*row, text, bound(model)), flush=True)
+                    print("%-16s %4s %-9s %7s %6.3f %6.3f %6.2f %8d %5d %6d %7d %4d %4d %5.1f  %s: %s" % (*row, text, bound(model)), flush=True)
 
 
 def beside_flash(archs, directions) -> None:

@@ -78,6 +78,11 @@ class Way:
         return self.count("NOP")
 
     @property
+    def fillers(self) -> int:
+        """Instructions that do nothing: NOP, and what has a predicate that is never true ("@!UPT UIADD3 URZ, URZ, URZ, URZ")."""
+        return self.nops + sum(text.startswith(("@!PT ", "@!UPT ")) for text in self.body)
+
+    @property
     def local(self) -> int:
         """Loads from and stores to local memory: spills, or arrays that the compiler could not keep in registers."""
         return self.count("LDL", "STL")

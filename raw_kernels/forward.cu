@@ -130,7 +130,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const __grid_const
 #else
     const float c = (float)(block.scale * 1.4426950408889634);
 #endif
-    const int2 kept = SPARE ? lane_interval(block, desk.item.tile) : int2{0, 0};
+    const int2 kept = KEEPS_SPAN ? lane_span(block, desk.item.tile) : int2{0, 0};
     Addresses at;
     UNROLL for (int i = 0; i < PagesK::BASES; i++)
         at.k[i] = opaque((smem + K_SMEM + PagesK::at(lane % 8 + 8 * (lane / 16), lane / 8 % 2)) ^ (32 * i));
@@ -156,6 +156,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const __grid_const
             auto turn = [&](int stage) {
                 copies_wait<0>();
                 __syncthreads();
+                if (!KEEPS_ROWS) {
+                    const Desk &desk = own_desk();
+                    const int next = desk.lowest + ahead - 1;
+                    from_k = share_of<HEAD_DIM>(desk.k, (int)block.k.row, next * TILE_K, thread_index());
+                    from_v = share_of<HEAD_DIM_V>(desk.v, (int)block.v.row, (next + 2 - V_STAGES) * TILE_K, thread_index());
+                }
                 if (V_STAGES == 1) {
                     copy_tile<HEAD_DIM_V>(to_v, to_v_other, from_v, step_v, block.dim_v);
                     copies_commit();
@@ -163,7 +169,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const __grid_const
                 copy_tile<HEAD_DIM>(to_k + (1 - stage) * K_BYTES, to_k_other + (1 - stage) * K_BYTES, from_k, step_k, block.d);
                 if (V_STAGES == 2) copy_tile<HEAD_DIM_V>(to_v + (1 - stage) * V_BYTES, to_v_other + (1 - stage) * V_BYTES, from_v, step_v, block.dim_v);
                 copies_commit();
-                from_k -= (Step)block.k.row * TILE_K, from_v -= (Step)block.v.row * TILE_K;
+                if (KEEPS_ROWS) from_k -= (Step)block.k.row * TILE_K, from_v -= (Step)block.v.row * TILE_K;
                 ahead--;
             };
             const Hidden none = {};
@@ -185,11 +191,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const __grid_const
         Desk &desk = own_desk();
         NO_UNROLL do {
             const int first = block.extent[now.tile].x; /* position of its first key, where they are consecutive */
-            const int2 interval = SPARE ? kept : lane_interval(block, desk.item.tile);
+            const int2 span = KEEPS_SPAN ? kept : lane_span(block, desk.item.tile);
             copies_wait<0>();
             __syncthreads();
             if (V_STAGES == 1) {
-                ask_values(smem, block, desk, now.tile, 0);
+                if (agreed(now.tile < desk.whole))
+                    copy_tile<HEAD_DIM_V>(to_v, to_v_other, share_of<HEAD_DIM_V>(desk.v, (int)block.v.row, now.tile * TILE_K, thread_index()),
+                                          (int)block.v.row * Share<HEAD_DIM_V>::PASS, block.dim_v);
+                else
+                    copy_rows<HEAD_DIM_V, TILE_K>(smem + V_SMEM, desk.v, block.v.row, now.tile * TILE_K, block.rows_k, block.dim_v);
                 copies_commit();
             }
             const int4 glance = *(const int4 *)&desk; /* quick, plain, window, hidden */
@@ -215,10 +225,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const __grid_const
             const int offset_k = stage * K_BYTES, offset_v = V_STAGES == 2 ? stage * V_BYTES : 0;
             await_values(); /* by all warps at one place, whatever each does then */
             Hidden hidden = {};
-            if (agreed(now.one & glance.y)) hidden = gather(columns_of_run(interval, first));
+            if (agreed(now.one & glance.y)) hidden = gather(columns_of_run(span, first));
             else {
                 if (agreed(now.one & glance.w)) goto done;
-                if (agreed(now.one)) hidden = gather(columns_of_any(block, interval, now.tile));
+                if (agreed(now.one)) hidden = gather(columns_of_any(block, span, now.tile));
                 if (BENT || !all_seen(state, desk)) goto classic;
             }
             if (!BENT && take_tile<true>(state, at, offset_k, offset_v, c, hidden)) goto done;

@@ -4,9 +4,9 @@
  *   a quad         the four lanes of a fragment's rows swap them                       shuffles
  *   a thread       the bits of its own scores: a byte for each n8 tile of S            R2P makes 7 predicates of a byte
  *
- * Where the positions of a tile are consecutive (causal, windows, documents, in contiguous and zigzag layouts), the keys
- * that a row sees are a run of columns: two shifts.  Even steps (striped layouts) need a division before, and any other
- * positions a comparison for each pair; both are told by the extent of the tile (sight.cuh).
+ * Where the positions of a tile are consecutive, the keys that a row sees are a run of columns: two shifts.  So they are
+ * wherever the positions of all keys ascend, as in contiguous, zigzag and striped layouts: survey.cu puts the keys' numbers
+ * in their place (sight.cuh).  Any other positions need a comparison for each pair.
  */
 #ifndef BURST_FORWARD_MASK_CUH
 #define BURST_FORWARD_MASK_CUH
@@ -29,14 +29,13 @@ struct Columns {
     u32 word[WORDS];
 };
 
-/* The interval of the row that this lane looks after: lane / 4 + 8 (lane % 4) of its warp's.  One that is not there has
+/* What the row sees that this lane looks after: lane / 4 + 8 (lane % 4) of its warp's.  One that is not there has
  * its neighbour's: nobody reads what becomes of it. */
-DEVICE int2 lane_interval(const Block &block, int tile)
+DEVICE int2 lane_span(const Block &block, int tile)
 {
     const u32 thread = thread_index(), lane = thread % 32;
     const int row = tile * TILE_Q + (int)(thread / 32 * WARP_ROWS + lane / 4 + lane % ROWS * 8);
-    const int there = min(row, block.rows_q - 1);
-    return {block.lo[there], block.hi[there]};
+    return block.spans[min(row, block.rows_q - 1)];
 }
 
 /* Keys below a, and from b on. */
@@ -61,41 +60,33 @@ DEVICE Columns outside(u32 a, u32 b)
 /* How far x lies above `first`: exact for any two numbers, as their difference is not signed. */
 DEVICE u32 above(int x, int first) { return (u32)max(x, first) - (u32)first; }
 
-/* A tile of consecutive positions. */
-DEVICE Columns columns_of_run(int2 interval, int first) { return outside(above(interval.x, first), above(interval.y, first)); }
-
-constexpr u32 MOST_STEP = 4096; /* of positions in even steps: the division below is exact up to it */
+/* A whole tile of consecutive positions. */
+DEVICE Columns columns_of_run(int2 span, int first) { return outside(above(span.x, first), above(span.y, first)); }
 
 /* Any tile. */
-DEVICE Columns columns_of_any(const Block &block, int2 interval, int tile)
+DEVICE Columns columns_of_any(const Block &block, int2 span, int tile)
 {
     const int2 extent = block.extent[tile];
-    const u32 span = (u32)extent.y - (u32)extent.x, count = min(TILE_K, block.rows_k - tile * TILE_K);
-    const u32 step = count < TILE_K ? 1 : span / (TILE_K - 1);
-    if (agreed(step * (count - 1) == span && (step - 1 < MOST_STEP || count == 1))) {
-        /* keys below a bound: ceil(distance / step) = floor((distance + step - 1) inverse / 2^31), where inverse is 2^31 / step
-         * and at most 2^31 / (65 step^2) more: step <= 4096 leaves room for the rounding of the float */
-        const u32 most = count * step;
-        u32 inverse;
-        asm("{.reg .f32 x;\n"
-            "cvt.rn.f32.u32 x, %1;\n"
-            "rcp.approx.ftz.f32 x, x;\n"
-            "mul.rn.f32 x, x, 0f4F000004;\n" /* 2^31 (1 + 2^-21) */
-            "cvt.rpi.u32.f32 %0, x;}" : "=r"(inverse) : "r"(step));
-        const u32 a = min(above(interval.x, extent.x), most), b = min(above(interval.y, extent.x), most);
-        return outside(__umulhi(2 * (a + step - 1), inverse), __umulhi(2 * (b + step - 1), inverse));
-    }
-    const u32 lane = thread_index() % 32, width = (u32)max(interval.x, interval.y) - (u32)interval.x;
+    const int count = min(TILE_K, block.rows_k - tile * TILE_K);
+    if (agreed((u32)extent.y - (u32)extent.x == (u32)count - 1)) /* consecutive; keys from `count` on are not there */
+        return outside(above(span.x, extent.x), min(above(span.y, extent.x), (u32)count));
+    const u32 lane = thread_index() % 32, width = (u32)max(span.x, span.y) - (u32)span.x;
+    constexpr int KEYS = TILE_K < 32 ? TILE_K : 32; /* of a word */
     Columns columns;
     UNROLL for (int word = 0; word < WORDS; word++) {
         const int key = tile * TILE_K + 32 * word + lane;
-        const int pos = 32 * word + lane < count ? block.pos[key] : 0;
+        int pos = 32 * word + (int)lane < count ? block.pos[key] : 0;
         u32 seen = 0;
-        _Pragma("unroll 4") for (int i = 0; i < min(32, TILE_K); i++) {
-            const int other = __shfl_sync(~0u, pos, i);
-            if ((u32)other - (u32)interval.x < width) seen |= 1u << i; /* lo <= pos < hi */
+        NO_UNROLL for (int i = 0; i < KEYS; i += 8) { /* 8 keys at a time, so that lanes and bits are constants */
+            UNROLL for (int j = 0; j < 8; j++) {
+                const int other = __shfl_sync(~0u, pos, j);
+                if ((u32)other - (u32)span.x < width) seen |= 1u << j; /* lo <= pos < hi */
+            }
+            seen = __funnelshift_r(seen, seen, 8);
+            pos = __shfl_sync(~0u, pos, lane + 8);
         }
-        const int left = max((int)count - 32 * word, 0); /* keys that are there */
+        seen = __funnelshift_r(seen, seen, 32 - KEYS);
+        const int left = max(count - 32 * word, 0); /* keys that are there */
         if (left < 32) seen &= (1u << left) - 1;
         columns.word[word] = ~seen;
     }
@@ -121,8 +112,8 @@ DEVICE Hidden gather(const Columns &columns)
             const u32 x = i < ROWS ? __shfl_sync(~0u, columns.word[word], i, 4) : 0;
             row[i] = __funnelshift_l(x, x, 2 * i - 2 * quarter);
         }
-        const u32 low = chosen(0x33333333, row[0], row[1]), high = chosen(0x33333333, row[2], row[3]);
-        hidden.word[word] = chosen(0x0f0f0f0f, low, high);
+        const u32 low = chosen(0x33333333, row[0], row[1]);
+        hidden.word[word] = ROWS == 2 ? low : chosen(0x0f0f0f0f, low, chosen(0x33333333, row[2], row[3]));
     }
     return hidden;
 }

@@ -3,7 +3,8 @@
  *   TILE_Q, TILE_K       rows of a tile of queries, of keys           WARPS   of a block, TILE_Q / WARPS rows each (16 or 32)
  *   HEAD_DIM, HEAD_DIM_V columns of Q and K, of V                     V_STAGES tiles of V that shared memory holds (K: 2)
  *   Q_IN_REGISTERS       1: Q's fragments stay in registers           FULL_CHUNK, CUT_CHUNK  keys whose scores are made at a time
- *   PADDED               1: d or dim_v is less than HEAD_DIM(_V)
+ *   PADDED               1: d or dim_v is less than HEAD_DIM(_V)      KEEPS_ROWS  1: the main loop keeps where rows are copied from; 0: it
+ *                        finds them anew for each tile, as there are no four registers for them
  */
 #ifndef BURST_FORWARD_SHAPE_CUH
 #define BURST_FORWARD_SHAPE_CUH
@@ -16,6 +17,7 @@
 #define BENT (BURST_SOFTCAP || BURST_ALIBI) /* a score is not just a scaled product */
 
 constexpr bool SPARE = Q_IN_REGISTERS; /* narrow heads: the main loop leaves registers to spare */
+constexpr bool KEEPS_SPAN = SPARE || TILE_Q / WARPS == 16; /* what a lane's row sees stays in registers: there are two for it */
 constexpr int THREADS = 32 * WARPS;
 constexpr int WARP_ROWS = TILE_Q / WARPS;
 constexpr int SLABS = WARP_ROWS / 16;       /* m16 slabs of a warp */

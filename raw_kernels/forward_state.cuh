@@ -53,9 +53,9 @@ DEVICE void load_reach(Desk &desk, const Block &block, int warp, int lane)
     int4 reach = {2147483647, -2147483647 - 1, -2147483647 - 1, 2147483647};
     const int row = desk.item.tile * TILE_Q + warp * WARP_ROWS + lane;
     if (lane < WARP_ROWS && row < block.rows_q) {
-        const int lo = block.lo[row], hi = block.hi[row];
-        if (lo < hi) reach.x = lo, reach.y = hi;
-        reach.z = lo, reach.w = hi;
+        const int2 span = block.spans[row];
+        if (span.x < span.y) reach.x = span.x, reach.y = span.y;
+        reach.z = span.x, reach.w = span.y;
     }
     UNROLL for (int apart = 16; apart; apart >>= 1) {
         reach.x = min(reach.x, __shfl_xor_sync(~0u, reach.x, apart));

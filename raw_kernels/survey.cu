@@ -1,7 +1,7 @@
 /* Looks over positions and intervals before a kernel of attention: reach and extent of each tile, and the order of work.
  *
- *   survey_queries   a warp a tile of queries   lo, hi  -> reach     (sight.cuh)
- *   survey_keys      a warp a tile of keys      pos     -> extent
+ *   survey_keys      a warp a tile of keys      pos     -> extent, and whether positions ascend    (sight.cuh)
+ *   survey_queries   a warp a tile of queries   lo, hi  -> reach; spans, and extents in their unit, where they are asked for
  *   survey_weights   a warp a tile              reach, extent -> weights: how many tiles it must see
  *   survey_order     a warp a tile              weights -> order: the tiles with most to do first
  *   survey_slopes    a thread a head            ALiBi's slopes, by value, -> global memory
@@ -25,47 +25,71 @@ DEVICE int warp_max(int x)
     return x;
 }
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS) survey_queries(const __grid_constant__ Block block)
+/* ascends[tile]: positions do not fall from one key of the tile to the next, nor to the next tile. */
+extern "C" __global__ void __launch_bounds__(32 * WARPS) survey_keys(const __grid_constant__ Block block, int *ascends)
+{
+    const int tile = blockIdx.x * WARPS + threadIdx.x / 32, lane = threadIdx.x & 31;
+    if (tile >= block.tiles_k) return;
+    int2 extent = {2147483647, -2147483647 - 1};
+    bool rises = true;
+    for (int i = lane; i < block.tile_k; i += 32) {
+        const int row = tile * block.tile_k + i;
+        if (row < block.rows_k) {
+            const int pos = block.pos[row];
+            extent.x = min(extent.x, pos), extent.y = max(extent.y, pos);
+            rises &= row + 1 == block.rows_k || pos <= block.pos[row + 1];
+        }
+    }
+    extent = {warp_min(extent.x), warp_max(extent.y)};
+    rises = __all_sync(~0u, rises);
+    const int count = min(block.tile_k, block.rows_k - tile * block.tile_k);
+    if ((u32)extent.y - (u32)extent.x == (u32)count - 1) { /* this promises that they are consecutive */
+        bool run = true;
+        for (int i = lane; i < count; i += 32) run &= block.pos[tile * block.tile_k + i] == extent.x + i;
+        if (!__all_sync(~0u, run)) {
+            if (extent.y < 2147483647) extent.y++;
+            else extent.x--;
+        }
+    }
+    if (lane == 0) block.extent[tile] = extent, ascends[tile] = rises;
+}
+
+/* Keys before position x, where positions ascend. */
+DEVICE int keys_before(const Block &block, int x)
+{
+    int low = 0, high = block.rows_k;
+    while (low < high) {
+        const int middle = low + (high - low) / 2;
+        if (block.pos[middle] < x) low = middle + 1;
+        else high = middle;
+    }
+    return low;
+}
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS) survey_queries(const __grid_constant__ Block block, const int *ascends)
 {
     const int tile = blockIdx.x * WARPS + threadIdx.x / 32, lane = threadIdx.x & 31;
     if (tile >= block.tiles_q) return;
+    bool numbers = block.spans; /* of keys, in place of positions */
+    if (block.spans)
+        for (int t = lane; t < block.tiles_k; t += 32) numbers &= ascends[t] != 0;
+    numbers = __all_sync(~0u, numbers);
     int4 reach = {2147483647, -2147483647 - 1, -2147483647 - 1, 2147483647};
     for (int i = lane; i < block.tile_q; i += 32) {
         const int row = tile * block.tile_q + i;
         if (row < block.rows_q) {
-            const int lo = block.lo[row], hi = block.hi[row];
+            int lo = block.lo[row], hi = block.hi[row];
+            if (numbers) lo = keys_before(block, lo), hi = keys_before(block, hi);
+            if (block.spans) block.spans[row] = {lo, hi};
             if (lo < hi) reach.x = min(reach.x, lo), reach.y = max(reach.y, hi);
             reach.z = max(reach.z, lo), reach.w = min(reach.w, hi);
         }
     }
     reach = {warp_min(reach.x), warp_max(reach.y), warp_max(reach.z), warp_min(reach.w)};
     if (lane == 0) block.reach[tile] = reach;
-}
-
-extern "C" __global__ void __launch_bounds__(32 * WARPS) survey_keys(const __grid_constant__ Block block)
-{
-    const int tile = blockIdx.x * WARPS + threadIdx.x / 32, lane = threadIdx.x & 31;
-    if (tile >= block.tiles_k) return;
-    int2 extent = {2147483647, -2147483647 - 1};
-    for (int i = lane; i < block.tile_k; i += 32) {
-        const int row = tile * block.tile_k + i;
-        if (row < block.rows_k) {
-            const int pos = block.pos[row];
-            extent.x = min(extent.x, pos), extent.y = max(extent.y, pos);
-        }
-    }
-    extent = {warp_min(extent.x), warp_max(extent.y)};
-    const int count = min(block.tile_k, block.rows_k - tile * block.tile_k);
-    const u32 span = (u32)extent.y - (u32)extent.x, steps = max(count - 1, 1), step = span / steps;
-    bool even = step || count == 1;
-    for (int i = lane; i < count; i += 32) even &= (u32)block.pos[tile * block.tile_k + i] == (u32)extent.x + i * step;
-    even = __all_sync(~0u, even);
-    if (!even && step * steps == span) { /* not what a span like this one promises */
-        const int more = (span + 1) % steps ? 1 : 2;
-        if (extent.y <= 2147483647 - more) extent.y += more;
-        else extent.x -= more;
-    }
-    if (lane == 0) block.extent[tile] = extent;
+    if (numbers)
+        for (int t = tile * 32 + lane; t < block.tiles_k; t += block.tiles_q * 32)
+            block.extent[t] = {t * block.tile_k, min((t + 1) * block.tile_k, block.rows_k) - 1};
 }
 
 /* How many tiles a tile has to do. */

@@ -8,32 +8,32 @@ from support import problem
 
 from burstmpi.backends import tiles
 from burstmpi.backends.block import BLOCK
-from burstmpi.backends.cuda import _visible_pairs
+from burstmpi.backends.cuda import _numbered, _visible_pairs
 from burstmpi.rules import Rules
 
 TILE_Q, TILE_K = 16, 8
 
 
-def survey(lo, hi, pos, queries):
-    """reach, extent and order of tiles of TILE_Q queries and TILE_K keys, from the device."""
+def survey(lo, hi, pos, queries, spans=False):
+    """reach, extent, order of tiles of TILE_Q queries and TILE_K keys, and spans where they are asked for, from the device."""
     cupy = device()
     from burstmpi.backends import cuda
 
     backend = cuda.CudaBackend()
     tiles_q, tiles_k = -(-len(lo) // TILE_Q), -(-len(pos) // TILE_K)
-    tile = tiles.Tile(TILE_Q, TILE_K, 4, 2, 0)
-    plan = backend._room(tile, len(lo), len(pos), 0, 0)
+    kernel = tiles.Kernel("", tiles.Tile(TILE_Q, TILE_K, 4, 2, 0), {}, spans=spans)
+    plan = backend._room(kernel, len(lo), len(pos), 0, 0)
     room = plan.views(backend, backend.allocate(plan.nbytes))
     block = np.zeros((), BLOCK)
     keep = [cupy.asarray(x.astype(np.int32)) for x in (lo, hi, pos)]
     block["lo"], block["hi"], block["pos"] = (x.data.ptr for x in keep)
-    for name in ("reach", "extent", "order"):
+    for name in ("reach", "extent", "order", *["spans"] * spans):
         block[name] = room[name].data.ptr
     block["rows_q"], block["rows_k"], block["tile_q"], block["tile_k"] = len(lo), len(pos), TILE_Q, TILE_K
     block["tiles_q"], block["tiles_k"] = tiles_q, tiles_k
     backend._survey(block, room, queries=queries)
     get = cupy.asnumpy
-    return get(room["reach"]), get(room["extent"]), get(room["order"][: tiles_q if queries else tiles_k])
+    return get(room["reach"]), get(room["extent"]), get(room["order"][: tiles_q if queries else tiles_k]), get(room["spans"])
 
 
 CASES = {
@@ -45,14 +45,35 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("shuffled", (False, True))
+def positions_of(kind, rows):
+    """Positions of queries and keys, as a rank may have them."""
+    rng = np.random.default_rng(0)
+    if kind == "shuffled":
+        return rng.permutation(rows)
+    if kind == "any steps":  # ascending, some in a row, some far apart
+        return np.sort(rng.choice(3 * rows, rows, replace=False))
+    return np.arange(rows)
+
+
+@pytest.mark.parametrize("spans", (False, True))
+@pytest.mark.parametrize("kind", ("in order", "any steps", "shuffled"))
 @pytest.mark.parametrize("name", CASES)
-def test_tiles(name, shuffled):
+def test_tiles(name, kind, spans):
+    """Reach and extent are what their definitions say, of positions or, where these ascend and spans are asked for, of keys' numbers."""
     rows, options = CASES[name]
-    positions = np.random.default_rng(0).permutation(rows) if shuffled else np.arange(rows)
-    _, lo, hi = Rules(**options).intervals(positions, rows, rows)
-    reach, extent, order = survey(lo, hi, positions, True)
+    positions = positions_of(kind, rows).astype(np.int32)
+    every = 3 * rows if kind == "any steps" else rows
+    if "documents" in options:
+        options = options | {"documents": [*options["documents"][:-1], every]}
+    _, lo, hi = Rules(**options).intervals(positions, every, every)
     visible = (lo[:, None] <= positions) & (positions < hi[:, None])
+    reach, extent, order, told = survey(lo, hi, positions, True, spans)
+    if spans:
+        lo, hi, positions = _numbered(lo, hi, positions)
+        assert (told == np.stack([lo, hi], axis=1)).all()
+        assert kind == "shuffled" or (positions == np.arange(rows)).all()
+    seen = (lo[:, None] <= positions) & (positions < hi[:, None])
+    assert (seen == visible).all()  # the same keys by either measure
     weights = []
     for i in range(len(reach)):
         part = slice(i * TILE_Q, (i + 1) * TILE_Q)
@@ -64,10 +85,8 @@ def test_tiles(name, shuffled):
         for j in range(len(extent)):
             keys = slice(j * TILE_K, (j + 1) * TILE_K)
             least, most = extent[j]
-            tile = positions[keys].astype(np.int64)
-            span, steps = int(tile.max() - tile.min()), max(len(tile) - 1, 1)
-            even = len(tile) == 1 or (np.diff(tile) == span / steps).all() and span > 0
-            more = 0 if even or span % steps else 1 if (span + 1) % steps else 2  # see sight.cuh
+            tile = positions[keys]
+            more = tile.max() - tile.min() == len(tile) - 1 and (np.diff(tile) != 1).any()  # see sight.cuh
             assert (least, most) == (tile.min(), tile.max() + more)
             seen, full = most >= reach[i, 0] and least < reach[i, 1], least >= reach[i, 2] and most < reach[i, 3]
             assert seen or not visible[part, keys].any()
@@ -75,7 +94,7 @@ def test_tiles(name, shuffled):
             weights[-1] += bool(seen)
     assert sorted(order) == list(range(len(reach)))
     assert sorted(weights, reverse=True) == [weights[t] for t in order]
-    assert _visible_pairs(lo, hi, positions.astype(np.int32), TILE_Q, TILE_K) == sum(weights)  # what attn.stats tells
+    assert _visible_pairs(lo, hi, positions, TILE_Q, TILE_K) == sum(weights)  # what attn.stats tells
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (20, 3)}, {"documents": [0, 50, 130, 300]}, {"window": (0, 0)}])
@@ -101,14 +120,14 @@ def test_order_of_keys():
     """Of a causal mask the first keys are seen by most."""
     rows = 100
     _, lo, hi = Rules(causal=True).intervals(np.arange(rows), rows, rows)
-    _, _, order = survey(lo, hi, np.arange(rows), False)
+    _, _, order, _ = survey(lo, hi, np.arange(rows), False)
     assert order[-1] == len(order) - 1 and set(order[:2]) == {0, 1}
 
 
 def test_row_that_sees_nothing():
     """Rows with an empty interval keep a tile from being full, and widen nothing."""
     lo, hi = np.array([5] * 15 + [0]), np.array([9] * 15 + [0])
-    reach, _, _ = survey(lo, hi, np.arange(20), True)
+    reach, *_ = survey(lo, hi, np.arange(20), True)
     assert reach.tolist() == [[5, 9, 5, 0]]
 
 

@@ -55,18 +55,18 @@ class CudaBackend(GpuMemory, PlainVerbs):
     def scratch_bytes(self, dims: Dims, scores: Scores, rows_q: int, rows_k: int, backward: bool) -> int:
         """What the kernels of a block keep in global memory: a few numbers a tile, and sums on their way."""
         name, d, dv = dims.dtype.name, dims.d, dims.dv
-        room = lambda tile, work: self._room(tile, rows_q, rows_k, _slope_bytes(scores, dims.accumulator), work).nbytes  # noqa: E731
+        room = lambda kernel, work: self._room(kernel, rows_q, rows_k, _slope_bytes(scores, dims.accumulator), work).nbytes  # noqa: E731
         if not backward:
-            tile = tiles.kernel("forward", self.arch, name, d, dv).tile
-            work = self._split_bytes(dims, tile, rows_q, rows_k)
-            return room(tile, work)
+            kernel = tiles.kernel("forward", self.arch, name, d, dv)
+            work = self._split_bytes(dims, kernel.tile, rows_q, rows_k)
+            return room(kernel, work)
         kernel = tiles.kernel("backward", self.arch, name, d, dv)
         work = kernel.work(dims.batch, dims.heads, rows_q, not self.deterministic)
-        nbytes = room(kernel.tile, work)
+        nbytes = room(kernel, work)
         if self.deterministic:
             other = tiles.kernel("backward_queries", self.arch, name, d, dv)
             work = other.work(dims.batch, dims.heads, rows_q, False)
-            nbytes = max(nbytes, room(other.tile, work))
+            nbytes = max(nbytes, room(other, work))
         return nbytes
 
     def _attention_kernels(self, dims: Dims, backward: bool) -> list:
@@ -87,21 +87,23 @@ class CudaBackend(GpuMemory, PlainVerbs):
 
         What raw_kernels/sight.cuh does on the device: a pair is empty where pos_max < lo_min or pos_min >= hi_max.  Both
         cannot be, so that per tile of queries two searches among the sorted extents tell how many are left.
+        Kernels with spans take the keys' numbers for their positions where these ascend.
         """
         computed = every = 0
         for kernel in self._attention_kernels(dims, backward):
             tile = kernel.tile
             every += _ceil(rows_q, tile.queries) * _ceil(rows_k, tile.keys)
             if sight is not None and rows_q and rows_k:
-                computed += _visible_pairs(*sight, tile.queries, tile.keys)
+                computed += _visible_pairs(*(_numbered(*sight) if kernel.spans else sight), tile.queries, tile.keys)
         return dims.batch * dims.heads * computed, dims.batch * dims.heads * every
 
-    def _room(self, tile, rows_q, rows_k, slopes, work) -> Blueprint:
+    def _room(self, kernel, rows_q, rows_k, slopes, work) -> Blueprint:
         """The parts of scratch."""
-        tiles_q, tiles_k = _ceil(rows_q, tile.queries), _ceil(rows_k, tile.keys)
+        tiles_q, tiles_k = _ceil(rows_q, kernel.tile.queries), _ceil(rows_k, kernel.tile.keys)
         room = Blueprint()
         room.add("reach", (tiles_q, 4), np.int32)
         room.add("extent", (tiles_k, 2), np.int32)
+        room.add("spans", (rows_q * kernel.spans, 2), np.int32)
         room.add("order", (max(tiles_q, tiles_k),), np.int32)
         room.add("weights", (max(tiles_q, tiles_k),), np.int32)
         room.add("slopes", (slopes,), np.uint8)
@@ -138,7 +140,7 @@ class CudaBackend(GpuMemory, PlainVerbs):
         if not q.size or not k.shape[1]:
             return self._attend_nothing(out, lse, first, final)
         kernel = tiles.kernel("forward", self.arch, q.dtype.name, q.shape[3], v.shape[3])
-        block, room = self._block(q, k, v, lse, work, kernel.tile, self._split_bytes)
+        block, room = self._block(q, k, v, lse, work, kernel, self._split_bytes)
         block["first"], block["out"] = first, tensor(out)
         if final is not None:
             block["last"] = tensor(final)
@@ -179,7 +181,7 @@ class CudaBackend(GpuMemory, PlainVerbs):
     def _gradients(self, kernel, arrays, work, fresh_q, fresh_kv, sums):
         dout, q, k, v, lse, delta, dq, dk, dv = arrays
         size = lambda dims, tile, rows_q, rows_k: kernel.work(dims.batch, dims.heads, rows_q, sums)  # noqa: E731
-        block, room = self._block(q, k, v, lse, work, kernel.tile, size)
+        block, room = self._block(q, k, v, lse, work, kernel, size)
         block["dout"], block["delta"] = tensor(dout), vector(delta)
         block["dq"], block["dk"], block["dv"] = tensor(dq), tensor(dk), tensor(dv)
         block["fresh_q"], block["fresh_kv"] = fresh_q, fresh_kv
@@ -215,12 +217,12 @@ class CudaBackend(GpuMemory, PlainVerbs):
 
     # ------------------------------------------------------------ parts of a verb
 
-    def _block(self, q, k, v, lse, work: Work, tile, work_bytes):
+    def _block(self, q, k, v, lse, work: Work, kernel, work_bytes):
         """What all kernels of attention want to know, as a struct Block, and the parts of scratch that it points to."""
-        scores = work.scores
+        scores, tile = work.scores, kernel.tile
         dims = Dims(q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.dtype, lse.dtype)
         slopes = _slope_bytes(scores, dims.accumulator)
-        plan = self._room(tile, q.shape[1], k.shape[1], slopes, work_bytes(dims, tile, q.shape[1], k.shape[1]))
+        plan = self._room(kernel, q.shape[1], k.shape[1], slopes, work_bytes(dims, tile, q.shape[1], k.shape[1]))
         if plan.nbytes > work.scratch.nbytes:
             raise ValueError(f"scratch: {work.scratch.nbytes} bytes are too few for this block, {plan.nbytes} are needed")
         room = plan.views(self, work.scratch)
@@ -234,6 +236,8 @@ class CudaBackend(GpuMemory, PlainVerbs):
             block[name] = getattr(work.sight, name).data.ptr
         for name in ("reach", "extent", "order", "work"):
             block[name] = room[name].data.ptr
+        if kernel.spans:
+            block["spans"] = room["spans"].data.ptr
         block["scale"], block["splits"] = scores.scale, 1
         block["section"] = self._section((k, v), q.shape[2] // k.shape[2])
         if scores.softcap is not None:
@@ -267,8 +271,8 @@ class CudaBackend(GpuMemory, PlainVerbs):
         ordered = tiles_q if queries else tiles_k
         told = (room["weights"], np.int32(queries))
         for name, count, more in (
-            ("survey_queries", tiles_q, ()),
-            ("survey_keys", tiles_k, ()),
+            ("survey_keys", tiles_k, told[:1]),  # weights: at first, which tiles of keys ascend
+            ("survey_queries", tiles_q, told[:1]),
             ("survey_weights", ordered, told),
             ("survey_order", ordered, told),
         ):
@@ -298,17 +302,21 @@ class CudaBackend(GpuMemory, PlainVerbs):
         return Enqueued(self.gpu)
 
 
+def _numbered(lo, hi, pos):
+    """The same with keys' numbers in place of positions, where these ascend."""
+    if (pos[:-1] > pos[1:]).any():
+        return lo, hi, pos
+    return *(np.searchsorted(pos, x).astype(np.int32) for x in (lo, hi)), np.arange(len(pos), dtype=np.int32)
+
+
 def _extents(pos, starts):
     """Least and greatest position of each tile of keys, as survey_keys of raw_kernels/survey.cu tells them: a tile whose
-    positions are not evenly spaced, but whose span would promise that they are, gets a span that does not."""
+    positions are not consecutive, but whose span would promise that they are, gets a span that does not."""
     first, last = (reduce.reduceat(pos, starts).astype(np.int64) for reduce in (np.minimum, np.maximum))
     count = np.diff(starts, append=len(pos))
-    span, steps = last - first, np.maximum(count - 1, 1)
-    step = span // steps
     tile = np.repeat(np.arange(len(starts)), count)
-    even = np.logical_and.reduceat(pos == first[tile] + (np.arange(len(pos)) - starts[tile]) * step[tile], starts)
-    promises = ~(even & ((step > 0) | (count == 1))) & (step * steps == span)
-    return first, last + np.where(promises, np.where((span + 1) % steps, 1, 2), 0)
+    run = np.logical_and.reduceat(pos == first[tile] + np.arange(len(pos)) - starts[tile], starts)
+    return first, last + (~run & (last - first == count - 1))
 
 
 def _visible_pairs(lo, hi, pos, tile_q: int, tile_k: int) -> int:

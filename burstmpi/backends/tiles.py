@@ -77,6 +77,7 @@ class Kernel:
     tile: Tile
     defines: dict = field(hash=False)
     sum_bytes: int = 0  # backward: of dQ on its way by atomic sums, of one query row, at the start of Block.work
+    spans: bool = False  # whether it reads Block.spans: raw_kernels/sight.cuh
     prepared_bytes: int = 0  # backward: of what ``backward_prepare`` lays out behind them, of one query row
 
     def sums(self, batch: int, heads: int, rows_q: int) -> int:
@@ -105,6 +106,7 @@ class _Forward:
     q_in_registers: bool
     chunk: int  # keys whose scores are made at a time
     resident: int  # blocks of threads on a multiprocessor: by registers and shared memory
+    keeps_rows: bool = True  # the main loop keeps pointers to rows in registers; else it finds them anew for each tile
 
     def shared(self, d: int, dv: int) -> int:
         """Bytes of shared memory, as raw_kernels/forward_shape.cuh has them."""
@@ -142,6 +144,7 @@ _FORWARD = {
         256: _Forward(64, 16, 4, 1, False, 16, 1),
     },
 }
+_FORWARD["100"] = {**_FORWARD["large"], 128: replace(_FORWARD["large"][128], keeps_rows=False)}
 
 
 def forward(arch: str, dtype: str, d: int, dv: int) -> Kernel:
@@ -156,7 +159,7 @@ def forward(arch: str, dtype: str, d: int, dv: int) -> Kernel:
         raise ValueError(f"dtype: bfloat16 needs tensor cores of sm_80 or newer, this GPU is sm_{arch}; use float16")
     padded_d, padded_dv = padded(d), padded(dv)
     small = SHARED_LIMIT[arch] < 163 << 10
-    shape = _FORWARD["75" if arch == "75" else "small" if small else "large"][max(padded_d, padded_dv)]
+    shape = _FORWARD[arch if arch in _FORWARD else "small" if small else "large"][max(padded_d, padded_dv)]
     tile = Tile(shape.queries, shape.keys, shape.warps, 2, shape.shared(padded_d, padded_dv), shape.resident)
     defines = {
         "TYPE": _HALVES[dtype],
@@ -167,13 +170,14 @@ def forward(arch: str, dtype: str, d: int, dv: int) -> Kernel:
         "WARPS": tile.warps,
         "V_STAGES": shape.v_stages,
         "Q_IN_REGISTERS": int(shape.q_in_registers),
+        "KEEPS_ROWS": int(shape.keeps_rows),
         "FULL_CHUNK": shape.chunk,
         "CUT_CHUNK": max(shape.chunk, shape.keys if max(padded_d, padded_dv) <= 64 else 16),
         "PADDED": int((d, dv) != (padded_d, padded_dv)),
         "SHARED": tile.shared,
         "SHARED_LIMIT": SHARED_LIMIT[arch],
     }
-    return Kernel("forward", tile, defines)
+    return Kernel("forward", tile, defines, spans=True)
 
 
 # ---------------------------------------------------------------- backward, float16 and bfloat16
