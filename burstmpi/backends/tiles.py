@@ -198,6 +198,10 @@ class _Gradients:
     pins: int = 0  # addresses that the compiler may not make before the loop
     pins_alone: int | None = None  # the same where dQ is made elsewhere; None: 372 where a warp has its keys alone, else pins
     bound: int = 0  # blocks that the compiler shall leave room for, where fewer run: it then takes fewer registers
+    dq_columns: int = 0  # warps beside each other over dQ's columns; 0: 4 or 2
+    positions: int = 0  # 1: those of the keys in shared memory, not in registers
+    cut_chunk: int = 64  # at most so many queries at once where it masks
+    pad: int = 0  # bytes at the end of each row of shared memory: 0 or 16
     known: int = 1  # 0: seldom used numbers stay in registers, as 32 bytes of shared memory would cost a block of threads
 
 
@@ -225,6 +229,7 @@ _BACKWARD = {
     "90": {
         **_LARGE,
         32: replace(_LARGE[32], pins=388),
+        64: _Gradients(128, 128, 4, 1, 2, 32, 32, 0, 3, 1, 2, dq_columns=1, pad=16, positions=1, cut_chunk=16, pins=1312, pins_alone=368),
         96: replace(_LARGE[96], pins=1412),
         128: replace(_LARGE[128], kept_v=0, pins_alone=1024),
         192: replace(_LARGE[192], pins=1284),
@@ -273,13 +278,13 @@ def backward(arch: str, dtype: str, d: int, dv: int) -> Kernel:
     kind, d, dv = _half(arch, dtype), padded(d), padded(dv)
     shape = _BACKWARD[arch][max(d, dv)]
     kept_v = min(shape.kept_v, dv // 16)
-    stays = kept_v == dv // 16
-    columns = next(c for c in (4, 2) if c < shape.warps and d // 16 % c == 0 and (d % 64 == 0 or c == 2))
+    stays, pad = kept_v == dv // 16, shape.pad
+    columns = shape.dq_columns or next(c for c in (4, 2) if c < shape.warps and d // 16 % c == 0 and (d % 64 == 0 or c == 2))
     shared = (
-        shape.keys * 2 * (d + (0 if stays else dv))
-        + shape.stages * shape.queries * (2 * (d + dv) + 16)
-        + shape.sharers * shape.keys * 2 * shape.queries
-        + 32 * shape.known
+        shape.keys * (2 * d + pad + (0 if stays else 2 * dv + pad))
+        + shape.stages * shape.queries * (2 * (d + dv + pad) + 16)
+        + shape.sharers * shape.keys * (2 * shape.queries + pad * (-(-shape.queries // d) if pad else 0))
+        + 32 * shape.known + pad + 4 * shape.keys * shape.positions
     )
     tile = Tile(shape.queries, shape.keys, shape.warps, shape.stages, shared, shape.resident)
     alone = shape.pins_alone
@@ -289,9 +294,9 @@ def backward(arch: str, dtype: str, d: int, dv: int) -> Kernel:
         "TYPE": kind, "HEAD_DIM": d, "HEAD_DIM_V": dv, "TILE_Q": shape.queries, "TILE_K": shape.keys,
         "WARPS": shape.warps, "STAGES": shape.stages, "SHARED": shared, "SHARED_LIMIT": SHARED_LIMIT[arch],
         "SHARERS": shape.sharers, "FRAGMENTS": shape.fragments, "CHUNK": shape.chunk, "PART": shape.part,
-        "K_KEPT": shape.kept_k, "V_KEPT": kept_v, "RESIDENT": shape.bound or shape.resident,
+        "CUT_CHUNK": shape.cut_chunk, "K_KEPT": shape.kept_k, "V_KEPT": kept_v, "RESIDENT": shape.bound or shape.resident,
         "DQ_ROWS": min(shape.warps // columns, shape.queries // 16), "DQ_COLUMNS": columns, "DQ_PART": shape.dq_part,
-        "PINS": shape.pins, "PINS_ALONE": alone, "KNOWN": shape.known,
+        "PINS": shape.pins, "PINS_ALONE": alone, "PAD": pad, "POSITIONS": shape.positions, "KNOWN": shape.known,
     }  # fmt: skip
     return Kernel("backward", tile, defines, sum_bytes=4 * d, prepared_bytes=24)
 
