@@ -161,6 +161,24 @@ struct Walk {
 
     __device__ __forceinline__ Walk(int first_head) : left(0), base(0), head(first_head - 1), cut(true), tile(0) {}
 
+    /* To and from 16 bytes of shared memory, a warp's own, with the tile's number among those of all heads: no register holds it
+     * through the loop.  `tile` is not known afterwards. */
+    static constexpr int BYTES = 16;
+    __device__ __forceinline__ void put(u32 address, u32 number) const
+    {
+        if (lane_again() == 0)
+            asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" :: "r"(address), "r"(left), "r"(base | cut), "r"(head), "r"(number) : "memory");
+    }
+    __device__ __forceinline__ u32 get(u32 address)
+    {
+        u32 number;
+        asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(left), "=r"(base), "=r"(head), "=r"(number) : "r"(address) : "memory");
+        cut = base & 1;
+        base &= ~1;
+        tile = 0;
+        return number;
+    }
+
     /* Go to the next visible tile; false: there is none.  look_at(base): what is seen of the 32 tiles from `base` on. */
     template <typename LookAt>
     __device__ __forceinline__ bool next(int tiles, int first_head, int end_head, LookAt look_at)

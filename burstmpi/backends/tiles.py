@@ -198,6 +198,8 @@ class _Gradients:
     pins: int = 0  # addresses that the compiler may not make before the loop
     pins_alone: int | None = None  # the same where dQ is made elsewhere; None: 372 where a warp has its keys alone, else pins
     bound: int = 0  # blocks that the compiler shall leave room for, where fewer run: it then takes fewer registers
+    products: int = 1  # 2: of the warps that have the same keys some make dK, the others dV; where d = dv
+    s_fragments: int = 0  # of the keys, whose S is in registers; 0: all of a warp
     dq_columns: int = 0  # warps beside each other over dQ's columns; 0: 4 or 2
     positions: int = 0  # 1: those of the keys in shared memory, not in registers
     cut_chunk: int = 64  # at most so many queries at once where it masks
@@ -205,7 +207,7 @@ class _Gradients:
     known: int = 1  # 0: seldom used numbers stay in registers, as 32 bytes of shared memory would cost a block of threads
 
 
-# By the larger of the head dims.  docs/kernels.md tells why.  The pins differ by architecture and nothing else: which of them
+# By the pair of head dims, or else by the larger of them.  docs/kernels.md tells why.  The pins differ by architecture and nothing else: which of them
 # leaves the loop without local memory is found by trying.
 _LARGE = {
     32: _Gradients(64, 128, 4, 1, 2, 32, 16, 0, 2, 2, 3, pins=260),
@@ -232,6 +234,9 @@ _BACKWARD = {
         64: _Gradients(128, 128, 4, 1, 2, 32, 32, 0, 3, 1, 2, dq_columns=1, pad=16, positions=1, cut_chunk=16, pins=1312, pins_alone=368),
         96: replace(_LARGE[96], pins=1412),
         128: replace(_LARGE[128], kept_v=0, pins_alone=1024),
+        (128, 128): _Gradients(
+            128, 128, 8, 4, 4, 32, 32, 0, 0, 1, products=2, s_fragments=2, dq_columns=2, pad=16, positions=1, cut_chunk=16, pins=1280, pins_alone=1056,
+        ),
         192: replace(_LARGE[192], pins=1284),
     },
     "100": {
@@ -276,15 +281,15 @@ def backward(arch: str, dtype: str, d: int, dv: int) -> Kernel:
         bfloat16 on sm_75; a head dim that is no multiple of 8 or above 256.
     """
     kind, d, dv = _half(arch, dtype), padded(d), padded(dv)
-    shape = _BACKWARD[arch][max(d, dv)]
+    shape = _BACKWARD[arch].get((d, dv)) or _BACKWARD[arch][max(d, dv)]
     kept_v = min(shape.kept_v, dv // 16)
     stays, pad = kept_v == dv // 16, shape.pad
     columns = shape.dq_columns or next(c for c in (4, 2) if c < shape.warps and d // 16 % c == 0 and (d % 64 == 0 or c == 2))
     shared = (
         shape.keys * (2 * d + pad + (0 if stays else 2 * dv + pad))
         + shape.stages * shape.queries * (2 * (d + dv + pad) + 16)
-        + shape.sharers * shape.keys * (2 * shape.queries + pad * (-(-shape.queries // d) if pad else 0))
-        + 32 * shape.known + pad + 4 * shape.keys * shape.positions
+        + min(shape.sharers, 2) * shape.keys * (2 * shape.queries + pad * (-(-shape.queries // d) if pad else 0))
+        + 32 * shape.known + pad + 4 * shape.keys * shape.positions + 16 * shape.warps * (shape.products - 1)
     )
     tile = Tile(shape.queries, shape.keys, shape.warps, shape.stages, shared, shape.resident)
     alone = shape.pins_alone
@@ -293,8 +298,8 @@ def backward(arch: str, dtype: str, d: int, dv: int) -> Kernel:
     defines = {
         "TYPE": kind, "HEAD_DIM": d, "HEAD_DIM_V": dv, "TILE_Q": shape.queries, "TILE_K": shape.keys,
         "WARPS": shape.warps, "STAGES": shape.stages, "SHARED": shared, "SHARED_LIMIT": SHARED_LIMIT[arch],
-        "SHARERS": shape.sharers, "FRAGMENTS": shape.fragments, "CHUNK": shape.chunk, "PART": shape.part,
-        "CUT_CHUNK": shape.cut_chunk, "K_KEPT": shape.kept_k, "V_KEPT": kept_v, "RESIDENT": shape.bound or shape.resident,
+        "SHARERS": shape.sharers, "PRODUCTS": shape.products, "FRAGMENTS": shape.fragments,
+        "S_FRAGMENTS": shape.s_fragments or shape.fragments, "CHUNK": shape.chunk, "PART": shape.part, "CUT_CHUNK": shape.cut_chunk, "K_KEPT": shape.kept_k, "V_KEPT": kept_v, "RESIDENT": shape.bound or shape.resident,
         "DQ_ROWS": min(shape.warps // columns, shape.queries // 16), "DQ_COLUMNS": columns, "DQ_PART": shape.dq_part,
         "PINS": shape.pins, "PINS_ALONE": alone, "PAD": pad, "POSITIONS": shape.positions, "KNOWN": shape.known,
     }  # fmt: skip
