@@ -254,7 +254,7 @@ def test_no_bank_conflicts_full_sectors_bytes_of_the_formula(d, arch, rows_q):
     assert read == pytest.approx(tiles_k * (own + tiles_q * pair), rel=0.05)
     sums = tiles_k * tiles_q * tile.queries * d * 4
     assert written == pytest.approx(2 * 256 * d * 4, rel=0.05) or written == pytest.approx(2 * 256 * d * 4 + sums, rel=0.05)
-    assert counters.atomics == tiles_k * rows_q * d
+    assert counters.atomics == tiles_k * rows_q * d // (4 if arch == "90" else 1)  # red.v4
     counters = counted(case, "backward_queries", arch, deterministic=True)
     assert counters.bank_conflicts == 0
 
@@ -296,7 +296,8 @@ CLEAN = [("backward", "80", 96, 1), ("backward", "86", 64, 1), ("backward", "120
 CLEAN += [("backward_queries", arch, d, 1) for arch in ("80", "90") for d in (64, 128)]
 MORE_CLEAN = [("backward", arch, d, 1) for arch in ("80", "86") for d in tiles.HEAD_DIMS]
 MORE_CLEAN += [("backward", "90", d, 1) for d in tiles.HEAD_DIMS if d != 192]
-MORE_CLEAN += [("backward", "100", d, 1) for d in (64, 128, 192, 256)]
+MORE_CLEAN += [("backward", "100", d, 1) for d in (32, 64, 128, 192, 256)]
+MORE_CLEAN += [("backward", "90", 64, 0)]
 MORE_CLEAN += [("backward", "120", d, 1) for d in (64, 96, 128, 192)]
 MORE_CLEAN += [("backward_queries", arch, d, 1) for arch in ("80", "86", "90", "100", "120") for d in tiles.HEAD_DIMS]
 
@@ -321,7 +322,7 @@ def clean(direction, arch, d, with_dq, dtype):
 
 
 @needs_nvdisasm
-@pytest.mark.parametrize("arch, d, limit", [("86", 64, 1.85), ("86", 128, 1.42), ("120", 64, 1.85), ("120", 128, 1.4)])
+@pytest.mark.parametrize("arch, d, limit", [("86", 64, 1.85), ("86", 128, 1.4), ("120", 64, 1.85), ("120", 128, 1.4)])
 def test_instructions_where_shared_memory_is_small(arch, d, limit):
     """Within 99 KB, counted without the compiler's NOPs."""
     assert tiles.backward(arch, "bfloat16", d, d).tile.shared <= 99 << 10

@@ -222,7 +222,7 @@ _SMALL = {
     32: _Gradients(64, 128, 4, 1, 2, 32, 16, 0, 2, 2, 2, pins=260, bound=3),
     64: _Gradients(64, 128, 4, 1, 2, 32, 16, 0, 4, 1, 2, pins=260, known=0),
     96: _Gradients(64, 128, 8, 1, 1, 32, 32, 0, 6, 1, pins=1280),
-    128: _Gradients(64, 128, 8, 1, 1, 32, 32, 0, 8, 1, pins=1280),
+    128: _Gradients(64, 128, 8, 1, 1, 32, 32, 0, 8, 1, pins=1288),
     192: _Gradients(64, 64, 8, 2, 1, 32, 32, 0, 12, 1, pins=1280),
     256: _Gradients(32, 64, 8, 2, 1, 16, 16, 0, 16, 1, dq_part=2, pins=384),
 }
@@ -232,7 +232,7 @@ _BACKWARD = {
         **_LARGE,
         32: replace(_LARGE[32], pins=388),
         64: _Gradients(128, 128, 4, 1, 2, 32, 32, 0, 3, 1, 2, dq_columns=1, pad=16, positions=1, cut_chunk=16, pins=1312, pins_alone=368),
-        96: replace(_LARGE[96], pins=1412),
+        96: replace(_LARGE[96], pins=1412, pins_alone=256),
         128: replace(_LARGE[128], kept_v=0, pins_alone=1024),
         (128, 128): _Gradients(
             128, 128, 8, 4, 4, 32, 32, 0, 0, 1, products=2, s_fragments=2, dq_columns=2, pad=16, positions=1, cut_chunk=16, pins=1280, pins_alone=1056,
@@ -241,7 +241,7 @@ _BACKWARD = {
     },
     "100": {
         **_LARGE,
-        32: replace(_LARGE[32], chunk=16, pins=264),
+        32: replace(_LARGE[32], chunk=16, pins=1288),
         64: replace(_LARGE[64], pins=388),
         96: replace(_LARGE[96], pins=1412, pins_alone=260),
         128: replace(_LARGE[128], kept_v=0, pins_alone=1024),
@@ -251,6 +251,7 @@ _BACKWARD = {
     "120": {
         **_SMALL,
         64: replace(_SMALL[64], pins=772),
+        128: replace(_SMALL[128], pins=1280, pins_alone=1024),
     },
     # 64 KB
     "75": {
