@@ -27,6 +27,9 @@
  *
  * Warps: KEY_GROUPS groups of FRAGMENTS · 16 keys.  SHARERS = 2: two warps have the same keys; each computes S and dP of half
  * of the queries, and dV and dK of half of the columns (n16 blocks 2i + sharer), so that these fit into registers.
+ * PRODUCTS = 2: of the warps that have the same keys those with odd numbers make dK, the others dV, so that a fragment of dO or Q
+ * serves twice as many keys.  Each computes S and dP of its share of the queries, of S_FRAGMENTS · 16 keys at a time for S, and takes
+ * the others' P or dS from shared memory.
  * For dQ the warps stand as DQ_ROWS × DQ_COLUMNS over the tile of queries, n16 block i · DQ_COLUMNS + column each.
  */
 #include "backward.cuh"
@@ -37,35 +40,44 @@
 
 constexpr int THREADS = 32 * WARPS, KEY_GROUPS = WARPS / SHARERS;
 constexpr int K_STEPS = HEAD_DIM / 16, V_STEPS = HEAD_DIM_V / 16;               /* k16 steps of S and of dP */
-constexpr int K_BLOCKS = K_STEPS / SHARERS, V_BLOCKS = V_STEPS / SHARERS;       /* n16 blocks of a warp's dK and dV */
+constexpr int COLUMN_SHARERS = SHARERS / PRODUCTS;                              /* warps that share the columns of dK or dV */
+constexpr int K_BLOCKS = K_STEPS / COLUMN_SHARERS, V_BLOCKS = V_STEPS / COLUMN_SHARERS; /* n16 blocks of a warp's dK and dV */
 constexpr int OWN = TILE_Q / SHARERS;                                           /* queries of a warp */
 constexpr int DQ_WARPS = DQ_ROWS * DQ_COLUMNS, DQ_FRAGMENTS = TILE_Q / DQ_ROWS / 16, DQ_BLOCKS = K_STEPS / DQ_COLUMNS;
-constexpr int K_BYTES = 2 * HEAD_DIM, V_BYTES = 2 * HEAD_DIM_V, S_BYTES = 2 * TILE_Q; /* of a row */
+constexpr int K_BYTES = 2 * HEAD_DIM + PAD, V_BYTES = 2 * HEAD_DIM_V + PAD; /* of a row */
+/* dS and P: panels [TILE_K][S_COLUMNS] of queries, their rows as long as K's where that is possible: one address serves both. */
+constexpr int S_COLUMNS = PAD && TILE_Q > HEAD_DIM ? HEAD_DIM : TILE_Q;
+constexpr int S_BYTES = 2 * S_COLUMNS + PAD, PANEL = TILE_K * S_BYTES, PANELS = TILE_Q / S_COLUMNS;
 /* Without dQ nothing stands in the room of dS: V goes there, and registers are free. */
 constexpr bool V_FOR_DS = !WITH_DQ && SHARERS == 1 && V_BYTES <= S_BYTES;
 constexpr int V_HELD = V_FOR_DS ? 0 : V_KEPT, PINNED = WITH_DQ ? PINS : PINS_ALONE, AT_ONCE = V_FOR_DS ? PART : CHUNK;
 constexpr bool THROUGH = PINNED & 1024;                                        /* heads counted through all batches */
 constexpr bool V_STAYS = V_HELD == V_STEPS;                                     /* all of V in registers */
+constexpr bool Q_LATER = PRODUCTS == 2;                                         /* Q is waited for after the first dP */
 constexpr bool MIDDLE_BARRIER = WITH_DQ || SHARERS > 1 || STAGES == 1;
 
 /* Shared memory. */
-constexpr int Q_ROOM = TILE_Q * K_BYTES, DO_ROOM = TILE_Q * V_BYTES, STAGE = Q_ROOM + DO_ROOM, S_ROOM = TILE_K * S_BYTES;
+constexpr int Q_ROOM = TILE_Q * K_BYTES, DO_ROOM = TILE_Q * V_BYTES, STAGE = Q_ROOM + DO_ROOM, S_ROOM = PANELS * PANEL;
 constexpr int ROWS_ROOM = TILE_Q * 16;
 constexpr int K_AT = 0, STAGE_AT = K_AT + TILE_K * (K_BYTES + (V_KEPT == V_STEPS ? 0 : V_BYTES));
 constexpr int ROWS_AT = STAGE_AT + STAGES * STAGE, DS_AT = ROWS_AT + STAGES * ROWS_ROOM, P_AT = DS_AT + S_ROOM;
 constexpr int V_AT = V_FOR_DS ? DS_AT : K_AT + TILE_K * K_BYTES;
-constexpr int KNOWN_AT = P_AT + (SHARERS > 1 ? S_ROOM : 0), SHARED_BYTES = KNOWN_AT + (KNOWN ? Known::BYTES : 0);
+constexpr int KNOWN_AT = P_AT + (SHARERS > 1 ? S_ROOM : 0), POS_AT = KNOWN_AT + (KNOWN ? Known::BYTES : 0) + (PAD ? 16 : 0);
+constexpr int WALK_AT = POS_AT + (POSITIONS ? TILE_K * 4 : 0), SHARED_BYTES = WALK_AT + (Q_LATER ? WARPS * Walk::BYTES : 0);
 /* V that stays in registers comes through room that is not used yet: the stages, or all, and K comes later. */
 constexpr bool V_BESIDE_K = TILE_K * V_BYTES <= STAGES * STAGE;
 constexpr int V_COMES_AT = !V_STAYS ? V_AT : V_BESIDE_K ? STAGE_AT : 0;
 
 static_assert(SHARED_BYTES == SHARED && SHARED <= SHARED_LIMIT, "shared memory: the table and the kernel disagree");
 static_assert(!V_STAYS || TILE_K * V_BYTES <= SHARED_BYTES, "V does not fit");
-static_assert(TILE_K == KEY_GROUPS * FRAGMENTS * 16 && (SHARERS == 1 || SHARERS == 2), "keys of a warp");
-static_assert(OWN % AT_ONCE == 0 && AT_ONCE % PART == 0 && PART % 16 == 0, "queries of a warp");
-static_assert(K_STEPS % SHARERS == 0 && V_STEPS % SHARERS == 0, "columns of a warp");
+static_assert(TILE_K == KEY_GROUPS * FRAGMENTS * 16 && SHARERS % PRODUCTS == 0 && COLUMN_SHARERS <= 2, "keys of a warp");
+static_assert(PRODUCTS == 1 || (PAD && STAGES == 1 && POSITIONS && K_BYTES == V_BYTES && S_BYTES == K_BYTES), "warps of one product");
+static_assert(FRAGMENTS % S_FRAGMENTS == 0, "fragments of S");
+static_assert(OWN % AT_ONCE == 0 && AT_ONCE % PART == 0 && PART % 16 == 0 && CUT_CHUNK % 16 == 0, "queries of a warp");
+static_assert(KNOWN || !PAD, "what is Known is read there");
+static_assert(K_STEPS % COLUMN_SHARERS == 0 && V_STEPS % COLUMN_SHARERS == 0, "columns of a warp");
 static_assert(DQ_WARPS <= WARPS && DQ_FRAGMENTS * DQ_ROWS * 16 == TILE_Q && DQ_BLOCKS * DQ_COLUMNS == K_STEPS, "dQ of a warp");
-static_assert(K_BYTES % 128 == 0 || DQ_COLUMNS <= 2, "swizzled columns of dQ");
+static_assert(PAD || K_BYTES % 128 == 0 || DQ_COLUMNS <= 2, "swizzled columns of dQ");
 
 /* What backward_prepare knows of a tile of queries of a head, in global memory; the front of it goes with each stage.
  *   -delta  [TILE_Q / 2][4]   of two queries, twice: a C fragment has two columns in two rows
@@ -101,7 +113,7 @@ struct Warp {
     int first_head;
     Scoring scoring;
 
-    float dk[FRAGMENTS][2 * K_BLOCKS][4], dv[FRAGMENTS][2 * V_BLOCKS][4];
+    float dk[FRAGMENTS][2 * K_BLOCKS][4], dv[FRAGMENTS][2 * V_BLOCKS][4]; /* PRODUCTS = 2: dk is dK or dV, dv nothing */
     u32 k_frag[K_KEPT ? K_KEPT : 1][FRAGMENTS][4], v_frag[V_HELD ? V_HELD : 1][FRAGMENTS][4];
 
     /* Addresses of this lane; the rest of an address is a constant or the same for the whole warp. */
@@ -117,6 +129,25 @@ struct Warp {
 
     __device__ __forceinline__ Warp(const Block &b) : block(b), scoring(b) {}
 
+    /* The address in dS or P that is `queries` further. */
+    static __device__ __forceinline__ u32 along_s(u32 address, int queries)
+    {
+        return along<S_BYTES>(address, queries % S_COLUMNS / 8) + queries / S_COLUMNS * PANEL;
+    }
+
+    /* An address some chunks further in its row. */
+    static __device__ __forceinline__ u32 further(u32 address, u32 bytes) { return PAD ? address + bytes : address ^ bytes; }
+
+    /* Where a warp's rows of dQ begin in dS. */
+    static __device__ __forceinline__ u32 dq_row_of(u32 warp)
+    {
+        const u32 query = warp / DQ_COLUMNS * DQ_FRAGMENTS * 16;
+        return query % S_COLUMNS * 2 + query / S_COLUMNS * PANEL;
+    }
+
+    /* An offset that the whole warp shares; PRODUCTS = 2: made again from the warp's number where it is used. */
+    static __device__ __forceinline__ u32 held(u32 x) { return PRODUCTS == 2 ? x : opaque_uniform(x); }
+
     __device__ __forceinline__ void place(u32 shared_memory)
     {
         shared = shared_memory;
@@ -125,34 +156,35 @@ struct Warp {
         v_rows = V_BYTES == K_BYTES ? k_rows : opaque(shared + swizzled<V_BYTES>(row, chunk));
         q_rows = opaque(shared + swizzled<K_BYTES>(row_b, chunk_b));
         do_rows = V_BYTES == K_BYTES ? q_rows : opaque(shared + swizzled<V_BYTES>(row_b, chunk_b));
-        const u32 column = SHARERS > 1 ? opaque_uniform(sharer * 32) : 0;
-        q_columns = k_rows ^ column;
-        do_columns = v_rows ^ column;
-        keys_k = opaque_uniform(group * FRAGMENTS * 16 * K_BYTES);
-        keys_v = V_BYTES == K_BYTES ? keys_k : opaque_uniform(group * FRAGMENTS * 16 * V_BYTES);
-        keys_s = S_BYTES == K_BYTES ? keys_k : opaque_uniform(group * FRAGMENTS * 16 * S_BYTES);
-        own_q = SHARERS > 1 ? opaque_uniform(sharer * OWN * K_BYTES) : 0;
-        own_do = V_BYTES == K_BYTES ? own_q : SHARERS > 1 ? opaque_uniform(sharer * OWN * V_BYTES) : 0;
+        const u32 column = COLUMN_SHARERS > 1 ? held(sharer / PRODUCTS * 32) : 0;
+        q_columns = further(k_rows, column);
+        do_columns = further(v_rows, column);
+        keys_k = held(group * FRAGMENTS * 16 * K_BYTES);
+        keys_v = V_BYTES == K_BYTES ? keys_k : held(group * FRAGMENTS * 16 * V_BYTES);
+        keys_s = S_BYTES == K_BYTES ? keys_k : held(group * FRAGMENTS * 16 * S_BYTES);
+        own_q = SHARERS > 1 ? held(sharer * OWN * K_BYTES) : 0;
+        own_do = V_BYTES == K_BYTES ? own_q : SHARERS > 1 ? held(sharer * OWN * V_BYTES) : 0;
         if (!(PINNED & 256)) rows = opaque(shared + ROWS_AT + (lane & 3) * 16 + sharer * OWN * 8);
 #if __CUDA_ARCH__ >= 900
-        put = SHARERS == 1 && S_BYTES == K_BYTES ? k_rows
-                                                 : opaque(shared + swizzled<S_BYTES>(row, sharer * OWN / 8 + chunk));
+        put = (SHARERS == 1 || PRODUCTS == 2) && S_BYTES == K_BYTES
+                  ? k_rows + (PRODUCTS == 2 ? held(sharer * OWN * 2) : 0)
+                  : opaque(shared + swizzled<S_BYTES>(row, sharer * OWN / 8 + chunk));
 #else
         put = opaque(shared + swizzled<S_BYTES>(lane >> 2, sharer * OWN / 8) + (lane & 3) * 4);
 #endif
         partner = opaque(shared + swizzled<S_BYTES>(row, (SHARERS - 1 - sharer) * OWN / 8 + chunk));
-        const int dq_row = warp / DQ_COLUMNS * DQ_FRAGMENTS * 32, dq_column = warp % DQ_COLUMNS * 32; /* bytes */
-        dq_rows = S_BYTES == K_BYTES ? q_rows ^ opaque_uniform(dq_row)
-                                     : opaque(shared + swizzled<S_BYTES>(row_b, chunk_b) ^ dq_row);
-        dq_keys = k_rows ^ opaque_uniform(dq_column);
+        const u32 dq_column = warp % DQ_COLUMNS * 32, dq_row = dq_row_of(warp); /* bytes */
+        dq_rows = S_BYTES == K_BYTES ? further(q_rows, held(dq_row))
+                                     : opaque(further(shared + swizzled<S_BYTES>(row_b, chunk_b), dq_row));
+        dq_keys = further(k_rows, held(dq_column));
     }
 
     /* ------------------------------------------------------------ copies */
 
-    typedef Carry<TILE_K, HEAD_DIM, WARPS> CarryK;
-    typedef Carry<TILE_K, HEAD_DIM_V, WARPS> CarryV;
-    typedef Carry<TILE_Q, HEAD_DIM, WARPS> CarryQ;
-    typedef Carry<TILE_Q, HEAD_DIM_V, WARPS> CarryDO;
+    typedef Carry<TILE_K, HEAD_DIM, WARPS, PAD> CarryK;
+    typedef Carry<TILE_K, HEAD_DIM_V, WARPS, PAD> CarryV;
+    typedef Carry<TILE_Q, HEAD_DIM, WARPS, PAD> CarryQ;
+    typedef Carry<TILE_Q, HEAD_DIM_V, WARPS, PAD> CarryDO;
 
     template <typename C> __device__ __forceinline__ void keys(const Tensor &x, u32 to, int columns)
     {
@@ -161,33 +193,65 @@ struct Warp {
         C::some(warp, shared + to + swizzled<C::BYTES>(row, chunk), from, x.row, block.rows_k - first, columns / 8 - chunk);
     }
 
-    /* Ask for a tile of queries: Q, dO and the front of its record. */
+    /* The warp's number where it is seldom needed: read anew, so that no register holds it through the loop. */
+    __device__ __forceinline__ u32 warp_again() const { return PAD ? thread_index() >> 5 : warp; }
+
+    /* Q_LATER: where the warp keeps its Walk. */
+    __device__ __forceinline__ u32 desk() const { return shared + WALK_AT + warp_again() * Walk::BYTES; }
+
+    /* Ask for a tile of queries: Q, dO and the front of its record, as one group of copies; Q_LATER: Q as another, after them. */
     __device__ __forceinline__ void fetch(const Walk &walk, u32 stage, u32 rows_stage)
     {
-        const u32 lane = lane_again(); /* not kept in registers through the loop */
+        const u32 lane = lane_again(), warp = warp_again(); /* not kept in registers through the loop */
         const u32 row_q = CarryQ::row(warp, lane), chunk_q = CarryQ::chunk(warp, lane);
         const u32 row_do = CarryDO::row(warp, lane), chunk_do = CarryDO::chunk(warp, lane);
         const u32 to_q = shared + (STAGE_AT + stage) + swizzled<K_BYTES>(row_q, chunk_q);
         const u32 to_do = shared + (STAGE_AT + Q_ROOM + stage) + swizzled<V_BYTES>(row_do, chunk_do);
         u64 first[2];
         first_rows(first);
-        if (plain && (walk.tile + 1) * TILE_Q <= block.rows_q) {
-            CarryQ::all(warp, to_q, near(first[0], block.q, walk, row_q, chunk_q), block.q.row);
+        if (PAD ? (walk.tile + 1) * TILE_Q <= Known::get_plain(shared + KNOWN_AT) : plain && (walk.tile + 1) * TILE_Q <= block.rows_q) {
+            if (!Q_LATER) CarryQ::all(warp, to_q, near(first[0], block.q, walk, row_q, chunk_q), block.q.row);
             CarryDO::all(warp, to_do, near(first[1], block.dout, walk, row_do, chunk_do), block.dout.row);
+            if (Q_LATER) {
+                fetch_record(walk, rows_stage, warp, lane);
+                CarryQ::all(warp, to_q, near(first[0], block.q, walk, row_q, chunk_q), block.q.row);
+            }
         } else {
             const int first_q = walk.tile * TILE_Q + row_q, first_do = walk.tile * TILE_Q + row_do, last = block.rows_q - 1;
             const char *const q = (const char *)first[0] + walk.head * block.q.head + 16 * chunk_q;
             const char *const dout = (const char *)first[1] + walk.head * block.dout.head + 16 * chunk_do;
-            CarryQ::some(warp, to_q, q + min(first_q, last) * block.q.row, block.q.row, block.rows_q - first_q,
-                         block.d / 8 - (int)chunk_q);
+            if (!Q_LATER)
+                CarryQ::some(warp, to_q, q + min(first_q, last) * block.q.row, block.q.row, block.rows_q - first_q,
+                             block.d / 8 - (int)chunk_q);
             CarryDO::some(warp, to_do, dout + min(first_do, last) * block.dout.row, block.dout.row, block.rows_q - first_do,
                           block.dim_v / 8 - (int)chunk_do);
+            if (Q_LATER) {
+                fetch_record(walk, rows_stage, warp, lane);
+                CarryQ::some(warp, to_q, q + min(first_q, last) * block.q.row, block.q.row, block.rows_q - first_q,
+                             block.d / 8 - (int)chunk_q);
+            }
         }
-        if (warp < TILE_Q / 32) { /* 16 bytes a query, a lane each */
+        if (Q_LATER) copies_commit();
+        else fetch_record(walk, rows_stage, warp, lane);
+    }
+
+    /* The front of a tile's record, 16 bytes a query, a lane each: the last of a group of copies. */
+    __device__ __forceinline__ void fetch_record(const Walk &walk, u32 rows_stage, u32 warp, u32 lane)
+    {
+        if (warp < TILE_Q / 32) {
             const u32 from = 512 * warp + 16 * lane;
-            copy16(shared + (ROWS_AT + rows_stage) + from, record_of(block, number(walk)) + from);
+            copy16(shared + (ROWS_AT + rows_stage) + from, record(number(walk)) + from);
         }
         copies_commit();
+    }
+
+    /* record_of; PAD: what it adds up is Known as well. */
+    __device__ __forceinline__ char *record(u32 number) const
+    {
+        if (!PAD) return record_of(block, number);
+        u64 records;
+        asm volatile("ld.shared.b64 %0, [%1];" : "=l"(records) : "r"(shared + KNOWN_AT + Known::BYTES) : "memory");
+        return (char *)records + (u64)number * RECORD;
     }
 
     /* What is Known (KNOWN = 0: kept in registers, where 32 bytes of shared memory would cost a block of threads). */
@@ -246,11 +310,12 @@ struct Warp {
 #endif
     }
 
-    __device__ __forceinline__ void k_fragments(u32 (&a)[FRAGMENTS][4], int step)
+    /* Of S_FRAGMENTS fragments of keys from `first` on. */
+    __device__ __forceinline__ void k_fragments(u32 (&a)[S_FRAGMENTS][4], int step, int first)
     {
-        UNROLL for (int m = 0; m < FRAGMENTS; m++)
-            if (step < K_KEPT) UNROLL for (int i = 0; i < 4; i++) a[m][i] = k_frag[step < K_KEPT ? step : 0][m][i];
-            else ldmatrix(a[m], along<K_BYTES>(k_rows, 2 * step) + keys_k + K_AT + m * 16 * K_BYTES);
+        UNROLL for (int m = 0; m < S_FRAGMENTS; m++)
+            if (step < K_KEPT) UNROLL for (int i = 0; i < 4; i++) a[m][i] = k_frag[step < K_KEPT ? step : 0][first + m][i];
+            else ldmatrix(a[m], along<K_BYTES>(k_rows, 2 * step) + keys_k + K_AT + (first + m) * 16 * K_BYTES);
     }
 
     __device__ __forceinline__ void v_fragments(u32 (&a)[FRAGMENTS][4], int step)
@@ -266,7 +331,7 @@ struct Warp {
     {
         UNROLL for (int block = 0; block < BLOCKS; block++) {
             u32 b[4];
-            ldmatrix_trans(b, along<BYTES>(address, 2 * SHARERS * block) + more);
+            ldmatrix_trans(b, along<BYTES>(address, 2 * COLUMN_SHARERS * block) + more);
             UNROLL for (int m = 0; m < FRAGMENTS; m++)
                 UNROLL for (int e = 0; e < 2; e++) mma(sum[m][2 * block + e], a[m], b[2 * e], b[2 * e + 1]);
         }
@@ -290,91 +355,123 @@ struct Warp {
         if (PINNED & WHICH) __syncwarp();
     }
 
+    /* Of PART_NOW queries from `first` of the warp's on, at q_at, and S_FRAGMENTS fragments of keys from first_m on: Sᵀ, P, dS from
+     * dP, which begins at query first - first_dp of the warp's. */
+    template <bool CUT, int PART_NOW, int NOW>
+    __device__ __forceinline__ void weights(u32 q_at, int first, int first_dp, int first_m, u32 rows_stage, const char *record,
+                                            int (&pos)[FRAGMENTS][2], const float (&dp)[FRAGMENTS][NOW / 8][4],
+                                            u32 (&p_frag)[PART_NOW / 16][FRAGMENTS][4], u32 (&ds_frag)[PART_NOW / 16][FRAGMENTS][4])
+    {
+        /* Sᵀ = K Qᵀ */
+        float s[S_FRAGMENTS][PART_NOW / 8][4];
+        UNROLL for (int step = 0; step < K_STEPS; step++) {
+            u32 a[S_FRAGMENTS][4];
+            k_fragments(a, step, first_m);
+            UNROLL for (int n = 0; n < PART_NOW / 16; n++) {
+                u32 b[4];
+                ldmatrix(b, along<K_BYTES>(q_rows, 2 * step) + q_at + n * 16 * K_BYTES);
+                UNROLL for (int m = 0; m < S_FRAGMENTS; m++)
+                    UNROLL for (int e = 0; e < 2; e++) {
+                        float zero[4] = {0, 0, 0, 0};
+                        mma(s[m][2 * n + e], a[m], b[2 * e], b[2 * e + 1], step ? s[m][2 * n + e] : zero);
+                    }
+            }
+        }
+
+        if (PAD && CUT) __syncwarp(); /* nor do loads of positions and intervals */
+        if (POSITIONS && (CUT || BURST_ALIBI)) {
+            u32 from = shared + POS_AT + warp_again() / SHARERS * FRAGMENTS * 64 + (lane_again() >> 2) * 4;
+            asm volatile("" : "+r"(from)); /* what follows are offsets of it */
+            UNROLL for (int m = 0; m < S_FRAGMENTS; m++)
+                UNROLL for (int i = 0; i < 2; i++) pos[first_m + m][i] = shared_int(from + (first_m + m) * 64 + i * 32);
+        }
+        UNROLL for (int n = 0; n < PART_NOW / 16; n++) {
+            UNROLL for (int e = 0; e < 2; e++) {
+                const int query = first + n * 16 + e * 8; /* this lane has the queries 2 (lane % 4) + 0, 1 from here */
+                const float2 minus_lse = shared_float2(rows + rows_stage + LSE + query * 8);
+                int4 sight = {0, 0, 0, 0};
+                int2 at = {0, 0};
+                if (CUT) sight = *(const int4 *)(record + SIGHT + query * 8);
+                if (BURST_ALIBI) at = shared_int2(rows + rows_stage + LSE + 8 + query * 8);
+                UNROLL for (int m = 0; m < S_FRAGMENTS; m++)
+                    UNROLL for (int i = 0; i < 2; i++) { /* keys lane / 4 + 8 i */
+                        const float(&x)[4] = s[m][2 * n + e], (&y)[4] = dp[first_m + m][first_dp / 8 + 2 * n + e];
+                        float bend[2];
+                        /* P = exp(S - lse) */
+                        float p0 = scoring.weight(x[2 * i], minus_lse.x, at.x - pos[first_m + m][i], &bend[0]);
+                        float p1 = scoring.weight(x[2 * i + 1], minus_lse.y, at.y - pos[first_m + m][i], &bend[1]);
+                        if (CUT) {
+                            p0 = (u32)(pos[first_m + m][i] - sight.x) < (u32)sight.y ? p0 : 0.f;
+                            p1 = (u32)(pos[first_m + m][i] - sight.z) < (u32)sight.w ? p1 : 0.f;
+                        }
+                        p_frag[n][first_m + m][2 * e + i] = pack(p0, p1);
+                        /* dS = P ∘ (dP - delta) */
+                        float ds0 = p0 * y[2 * i], ds1 = p1 * y[2 * i + 1];
+                        if (BURST_SOFTCAP) ds0 *= bend[0], ds1 *= bend[1];
+                        ds_frag[n][first_m + m][2 * e + i] = pack(ds0, ds1);
+                    }
+            }
+            const u32 to = along_s(put, first + 16 * n) + keys_s;
+            UNROLL for (int m = 0; m < S_FRAGMENTS; m++) {
+                if (SHARERS > 1) store_fragment(to, P_AT + (first_m + m) * 16 * S_BYTES, p_frag[n][first_m + m]);
+                if (WITH_DQ || SHARERS > 1) store_fragment(to, DS_AT + (first_m + m) * 16 * S_BYTES, ds_frag[n][first_m + m]);
+            }
+        }
+    }
+
     /* pos: of this lane's keys, where CUT or ALiBi. */
     template <bool CUT>
-    __device__ __forceinline__ void queries(u32 stage, u32 rows_stage, const char *record, const int (&pos)[FRAGMENTS][2])
+    __device__ __forceinline__ void queries(u32 stage, u32 rows_stage, const char *record, int (&pos)[FRAGMENTS][2])
     {
-        UNROLL for (int chunk = 0; chunk < OWN / AT_ONCE; chunk++) {
-            const u32 q_chunk = stage + own_q + (STAGE_AT + chunk * AT_ONCE * K_BYTES);
-            const u32 do_chunk = stage + own_do + (STAGE_AT + Q_ROOM + chunk * AT_ONCE * V_BYTES);
+        constexpr int NOW = CUT && CUT_CHUNK < AT_ONCE ? CUT_CHUNK : AT_ONCE, PART_NOW = PART < NOW ? PART : NOW; /* queries at once */
+        UNROLL for (int chunk = 0; chunk < OWN / NOW; chunk++) {
+            const u32 q_chunk = stage + own_q + (STAGE_AT + chunk * NOW * K_BYTES);
+            const u32 do_chunk = stage + own_do + (STAGE_AT + Q_ROOM + chunk * NOW * V_BYTES);
 
             fence<16>();
             /* dPᵀ = V dOᵀ - delta */
-            float dp[FRAGMENTS][AT_ONCE / 8][4];
+            float dp[FRAGMENTS][NOW / 8][4];
             UNROLL for (int step = 0; step < V_STEPS; step++) {
                 u32 a[FRAGMENTS][4];
                 v_fragments(a, step);
-                UNROLL for (int n = 0; n < AT_ONCE / 16; n++) {
+                UNROLL for (int n = 0; n < NOW / 16; n++) {
                     u32 b[4];
                     ldmatrix(b, along<V_BYTES>(do_rows, 2 * step) + do_chunk + n * 16 * V_BYTES);
                     UNROLL for (int e = 0; e < 2; e++) {
                         float minus_delta[4] = {0, 0, 0, 0};
-                        if (step == 0) shared_float4(minus_delta, rows + rows_stage + DELTA + (chunk * AT_ONCE + n * 16 + e * 8) * 8);
+                        if (step == 0) shared_float4(minus_delta, rows + rows_stage + DELTA + (chunk * NOW + n * 16 + e * 8) * 8);
                         UNROLL for (int m = 0; m < FRAGMENTS; m++)
                             mma(dp[m][2 * n + e], a[m], b[2 * e], b[2 * e + 1], step ? dp[m][2 * n + e] : minus_delta);
                     }
                 }
             }
 
-            UNROLL for (int part = 0; part < AT_ONCE / PART; part++) {
-                const int first = chunk * AT_ONCE + part * PART; /* of the warp's queries */
+            if (Q_LATER && chunk == 0) {
+                copies_wait<0>();
+                __syncthreads();
+            }
+            UNROLL for (int part = 0; part < NOW / PART_NOW; part++) {
+                const int first = chunk * NOW + part * PART_NOW; /* of the warp's queries */
                 fence<32>();
-                /* Sᵀ = K Qᵀ */
-                float s[FRAGMENTS][PART / 8][4];
-                UNROLL for (int step = 0; step < K_STEPS; step++) {
-                    u32 a[FRAGMENTS][4];
-                    k_fragments(a, step);
-                    UNROLL for (int n = 0; n < PART / 16; n++) {
-                        u32 b[4];
-                        ldmatrix(b, along<K_BYTES>(q_rows, 2 * step) + q_chunk + (part * PART + n * 16) * K_BYTES);
-                        UNROLL for (int m = 0; m < FRAGMENTS; m++)
-                            UNROLL for (int e = 0; e < 2; e++) {
-                                float zero[4] = {0, 0, 0, 0};
-                                mma(s[m][2 * n + e], a[m], b[2 * e], b[2 * e + 1], step ? s[m][2 * n + e] : zero);
-                            }
-                    }
-                }
-
-                u32 p_frag[PART / 16][FRAGMENTS][4], ds_frag[PART / 16][FRAGMENTS][4];
-                UNROLL for (int n = 0; n < PART / 16; n++) {
-                    UNROLL for (int e = 0; e < 2; e++) {
-                        const int query = first + n * 16 + e * 8; /* this lane has the queries 2 (lane % 4) + 0, 1 from here */
-                        const float2 minus_lse = shared_float2(rows + rows_stage + LSE + query * 8);
-                        int4 sight = {0, 0, 0, 0};
-                        int2 at = {0, 0};
-                        if (CUT) sight = *(const int4 *)(record + SIGHT + query * 8);
-                        if (BURST_ALIBI) at = shared_int2(rows + rows_stage + LSE + 8 + query * 8);
-                        UNROLL for (int m = 0; m < FRAGMENTS; m++)
-                            UNROLL for (int i = 0; i < 2; i++) { /* keys lane / 4 + 8 i */
-                                float(&x)[4] = s[m][2 * n + e], (&y)[4] = dp[m][part * (PART / 8) + 2 * n + e];
-                                float bend[2];
-                                /* P = exp(S - lse) */
-                                float p0 = scoring.weight(x[2 * i], minus_lse.x, at.x - pos[m][i], &bend[0]);
-                                float p1 = scoring.weight(x[2 * i + 1], minus_lse.y, at.y - pos[m][i], &bend[1]);
-                                if (CUT) {
-                                    p0 = (u32)(pos[m][i] - sight.x) < (u32)sight.y ? p0 : 0.f;
-                                    p1 = (u32)(pos[m][i] - sight.z) < (u32)sight.w ? p1 : 0.f;
-                                }
-                                p_frag[n][m][2 * e + i] = pack(p0, p1);
-                                /* dS = P ∘ (dP - delta) */
-                                float ds0 = p0 * y[2 * i], ds1 = p1 * y[2 * i + 1];
-                                if (BURST_SOFTCAP) ds0 *= bend[0], ds1 *= bend[1];
-                                ds_frag[n][m][2 * e + i] = pack(ds0, ds1);
-                            }
-                    }
-                    const u32 to = along<S_BYTES>(put, 2 * (first / 16 + n)) + keys_s;
-                    UNROLL for (int m = 0; m < FRAGMENTS; m++) {
-                        if (SHARERS > 1) store_fragment(to, P_AT + m * 16 * S_BYTES, p_frag[n][m]);
-                        if (WITH_DQ || SHARERS > 1) store_fragment(to, DS_AT + m * 16 * S_BYTES, ds_frag[n][m]);
-                    }
-                }
+                u32 p_frag[PART_NOW / 16][FRAGMENTS][4], ds_frag[PART_NOW / 16][FRAGMENTS][4];
+                UNROLL for (int first_m = 0; first_m < FRAGMENTS; first_m += S_FRAGMENTS)
+                    weights<CUT, PART_NOW, NOW>(q_chunk + part * PART_NOW * K_BYTES, first, part * PART_NOW, first_m, rows_stage, record, pos, dp, p_frag, ds_frag);
                 fence<64>();
+                if (PRODUCTS == 2) {
+                    UNROLL for (int n = 0; n < PART_NOW / 16; n++) {
+                        u32 mine[FRAGMENTS][4];
+                        UNROLL for (int m = 0; m < FRAGMENTS; m++)
+                            UNROLL for (int i = 0; i < 4; i++) mine[m][i] = product() ? ds_frag[n][m][i] : p_frag[n][m][i];
+                        add_products<K_BLOCKS, K_BYTES>(dk, mine, q_columns, other_factor() + own_q + (first + n * 16) * K_BYTES);
+                    }
+                    continue;
+                }
                 /* dV += Pᵀ dO */
-                UNROLL for (int n = 0; n < PART / 16; n++)
+                UNROLL for (int n = 0; n < PART_NOW / 16; n++)
                     add_products<V_BLOCKS, V_BYTES>(dv, p_frag[n], do_columns,
                                                     stage + own_do + (STAGE_AT + Q_ROOM + (first + n * 16) * V_BYTES));
                 /* dK += dSᵀ Q */
-                UNROLL for (int n = 0; n < PART / 16; n++)
+                UNROLL for (int n = 0; n < PART_NOW / 16; n++)
                     add_products<K_BLOCKS, K_BYTES>(dk, ds_frag[n], q_columns,
                                                     stage + own_q + (STAGE_AT + (first + n * 16) * K_BYTES));
             }
@@ -388,22 +485,41 @@ struct Warp {
         UNROLL for (int n = 0; n < OWN / 16; n++) {
             u32 p_frag[FRAGMENTS][4];
             UNROLL for (int m = 0; m < FRAGMENTS; m++)
-                ldmatrix(p_frag[m], along<S_BYTES>(partner, 2 * n) + keys_s + P_AT + m * 16 * S_BYTES);
+                ldmatrix(p_frag[m], along_s(partner, 16 * n) + keys_s + P_AT + m * 16 * S_BYTES);
             add_products<V_BLOCKS, V_BYTES>(dv, p_frag, do_columns, its_do + n * 16 * V_BYTES);
         }
         UNROLL for (int n = 0; n < OWN / 16; n++) {
             u32 ds_frag[FRAGMENTS][4];
             UNROLL for (int m = 0; m < FRAGMENTS; m++)
-                ldmatrix(ds_frag[m], along<S_BYTES>(partner, 2 * n) + keys_s + DS_AT + m * 16 * S_BYTES);
+                ldmatrix(ds_frag[m], along_s(partner, 16 * n) + keys_s + DS_AT + m * 16 * S_BYTES);
             add_products<K_BLOCKS, K_BYTES>(dk, ds_frag, q_columns, its_q + n * 16 * K_BYTES);
+        }
+    }
+
+    /* PRODUCTS = 2: whether this warp makes dK, and where Q or dO begin, the other factor of its product. */
+    __device__ __forceinline__ bool product() const { return sharer & 1; }
+    __device__ __forceinline__ u32 other_factor() const { return product() ? STAGE_AT : STAGE_AT + Q_ROOM; }
+
+    /* PRODUCTS = 2: dV += Pᵀ dO or dK += dSᵀ Q of the queries whose P and dS the other warps with these keys have made. */
+    __device__ __forceinline__ void others_queries()
+    {
+        UNROLL for (int i = 1; i < SHARERS; i++) {
+            const u32 query = (sharer ^ i) * OWN;
+            const u32 rows = (product() ? DS_AT : P_AT) + keys_s + query % S_COLUMNS * 2 + query / S_COLUMNS * PANEL;
+            UNROLL for (int n = 0; n < OWN / 16; n++) {
+                u32 a[FRAGMENTS][4];
+                UNROLL for (int m = 0; m < FRAGMENTS; m++) ldmatrix(a[m], k_rows + rows + n * 32 + m * 16 * S_BYTES);
+                add_products<K_BLOCKS, K_BYTES>(dk, a, q_columns, other_factor() + query * K_BYTES + n * 16 * K_BYTES);
+            }
         }
     }
 
     /* dQ += dS K, over all keys of the tile: this warp's rows and columns, to the sums of the tile. */
     __device__ __forceinline__ void add_dq(u32 number)
     {
-        const u32 mine = warp * (SUMS / DQ_WARPS) + lane_again() * (WIDE_RED ? 4 : 1);
+        const u32 mine = warp_again() * (SUMS / DQ_WARPS) + lane_again() * (WIDE_RED ? 4 : 1);
         float *const sums = sums_of(block, number) + mine;
+        if (PAD && S_BYTES == K_BYTES) dq_rows = q_rows + dq_row_of(warp_again()), dq_keys = k_rows + warp_again() % DQ_COLUMNS * 32;
         constexpr int TAKEN = DQ_BLOCKS > DQ_PART ? DQ_PART : DQ_BLOCKS; /* blocks at once */
         UNROLL for (int start = 0; start < DQ_BLOCKS; start += TAKEN) {
             float dq[DQ_FRAGMENTS][2 * TAKEN][4];
@@ -411,7 +527,7 @@ struct Warp {
                 if (step % 2 == 0) fence<128>();
                 u32 a[DQ_FRAGMENTS][4];
                 UNROLL for (int m = 0; m < DQ_FRAGMENTS; m++)
-                    ldmatrix_trans(a[m], along<S_BYTES>(dq_rows, 2 * m) + DS_AT + step * 16 * S_BYTES);
+                    ldmatrix_trans(a[m], along_s(dq_rows, 16 * m) + DS_AT + step * 16 * S_BYTES);
                 UNROLL for (int n = 0; n < TAKEN; n++) {
                     u32 b[4];
                     ldmatrix_trans(b, along<K_BYTES>(dq_keys, 2 * DQ_COLUMNS * (start + n)) + K_AT + step * 16 * K_BYTES);
@@ -442,14 +558,14 @@ struct Warp {
     __device__ __forceinline__ void store(const Tensor &x, const float (&sum)[FRAGMENTS][2 * BLOCKS][4], int columns, float factor)
     {
         const Item item = this_item(); /* what the loop has not kept */
-        const u32 thread = thread_index(), lane = thread & 31, group = thread / (32 * SHARERS), sharer = thread / 32 % SHARERS;
+        const u32 thread = thread_index(), lane = thread & 31, group = thread / (32 * SHARERS), sharer = thread / 32 % SHARERS / PRODUCTS;
         UNROLL for (int m = 0; m < FRAGMENTS; m++)
             UNROLL for (int i = 0; i < 2; i++) {
                 const int key = item.tile * TILE_K + (group * FRAGMENTS + m) * 16 + (lane >> 2) + 8 * i;
                 if (key >= block.rows_k) continue;
                 float *const row = (float *)at_row(x, item.batch, key, item.head) + 2 * (lane & 3);
                 UNROLL for (int n = 0; n < 2 * BLOCKS; n++) {
-                    const int column = ((n >> 1) * SHARERS + sharer) * 16 + (n & 1) * 8;
+                    const int column = ((n >> 1) * COLUMN_SHARERS + sharer) * 16 + (n & 1) * 8;
                     if (column >= columns) continue;
                     float2 *const to = (float2 *)(row + column);
                     float2 y = {sum[m][n][2 * i] * factor, sum[m][n][2 * i + 1] * factor};
@@ -489,8 +605,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) backward(const _
     const int first_head = w.heads_before() + w.item.head * group, end_head = first_head + group;
     if (KNOWN) {
         if (threadIdx.x == 0) {
-            const Known known = {{w.first_of(block.q), w.first_of(block.dout)}, 0, w.item.tile, w.item.head, w.item.batch};
+            const Known known = {{w.first_of(block.q), w.first_of(block.dout)}, w.plain ? block.rows_q : 0, w.item.tile, w.item.head, w.item.batch};
             known.put(w.shared + KNOWN_AT);
+            if (PAD) asm volatile("st.shared.b64 [%0], %1;" :: "r"(w.shared + KNOWN_AT + Known::BYTES), "l"(record_of(block, 0)) : "memory");
         }
         __syncthreads();
     }
@@ -522,30 +639,43 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) backward(const _
                 UNROLL for (int m = 0; m < FRAGMENTS; m++)
                     ldmatrix(w.k_frag[step][m], along<K_BYTES>(w.k_rows, 2 * step) + w.keys_k + K_AT + m * 16 * K_BYTES);
         }
-        int pos[FRAGMENTS][2]; /* of this lane's keys; none that is not there is ever seen */
-        UNROLL for (int m = 0; m < FRAGMENTS; m++)
-            UNROLL for (int i = 0; i < 2; i++) {
-                const int key = w.item.tile * TILE_K + (w.group * FRAGMENTS + m) * 16 + (w.lane >> 2) + 8 * i;
-                pos[m][i] = key < block.rows_k ? block.pos[key] : -2147483647 - 1;
-            }
+        auto position = [&](int i) { /* of the tile's key i; none that is not there is ever seen */
+            const int key = w.item.tile * TILE_K + i;
+            return key < block.rows_k ? block.pos[key] : -2147483647 - 1;
+        };
+        int pos[FRAGMENTS][2]; /* of this lane's keys */
+        if (POSITIONS) {
+            for (int i = threadIdx.x; i < TILE_K; i += THREADS) shared_store(w.shared + POS_AT + 4 * i, position(i));
+        } else {
+            UNROLL for (int m = 0; m < FRAGMENTS; m++)
+                UNROLL for (int i = 0; i < 2; i++) pos[m][i] = position((w.group * FRAGMENTS + m) * 16 + (w.lane >> 2) + 8 * i);
+        }
         u32 stage = 0, rows_stage = 0;
         w.fetch(walk, stage, rows_stage);
+        if (Q_LATER) walk.put(w.desk(), w.number(walk));
 
         auto step = [&](auto cut) {
-            copies_wait<0>();
+            copies_wait<Q_LATER>();
             __syncthreads();
             w.pin();
-            const u32 number = w.number(walk);
+            u32 number = Q_LATER ? walk.get(w.desk()) : w.number(walk);
             if (BURST_ALIBI) w.scoring.of_head(block, walk.head % block.heads);
             if (!decltype(cut)::value && PINNED & 512) walk.cut = false; /* it is: the compiler now knows */
-            more = walk.next(block.tiles_q, first_head, end_head, look);
+            if (!Q_LATER) more = walk.next(block.tiles_q, first_head, end_head, look);
             if (STAGES == 2 && more) w.fetch(walk, stage ^ STAGE, rows_stage ^ ROWS_ROOM);
-            const char *record = record_of(block, number) + ((lane_again() & 3) * 2 + w.sharer * OWN) * 8;
+            const char *record = w.record(number) + ((lane_again() & 3) * 2 + w.sharer * OWN) * 8;
             w.queries<decltype(cut)::value>(stage, rows_stage, record, pos);
             if (MIDDLE_BARRIER) __syncthreads();
-            if (SHARERS > 1) w.partners_queries(stage);
+            if (PRODUCTS == 2) w.others_queries();
+            else if (SHARERS > 1) w.partners_queries(stage);
             if (STAGES == 1) {
                 if (SHARERS > 1) __syncthreads();
+                if (Q_LATER) {
+                    number = walk.get(w.desk());
+                    more = walk.next(block.tiles_q, first_head, end_head, look);
+                    __syncwarp();
+                    walk.put(w.desk(), w.number(walk));
+                }
                 if (more) w.fetch(walk, 0, 0);
             }
             if (WITH_DQ && (DQ_WARPS == WARPS || w.warp < DQ_WARPS)) w.add_dq(number);
@@ -554,8 +684,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) backward(const _
         NO_UNROLL while (more && walk.cut) step(Cut<true>());
         NO_UNROLL while (more) step(Cut<false>());
     }
-    w.store<K_BLOCKS>(block.dk, w.dk, block.d, (float)block.scale);
-    w.store<V_BLOCKS>(block.dv, w.dv, block.dim_v, 1);
+    if (PRODUCTS == 1 || w.product()) w.store<K_BLOCKS>(block.dk, w.dk, block.d, (float)block.scale);
+    if (PRODUCTS == 1) w.store<V_BLOCKS>(block.dv, w.dv, block.dim_v, 1);
+    else if (!w.product()) w.store<K_BLOCKS>(block.dv, w.dk, block.dim_v, 1);
 }
 
 /* lse, delta and the intervals of a tile of queries as a Record: rows that are not there have -lse = -inf. */

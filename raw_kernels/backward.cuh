@@ -1,7 +1,8 @@
 /* What the backward kernels of float16 and bfloat16 share: swizzled tiles, copies of rows, scores and their slope.
  *
- * A tile in shared memory is [rows][columns] of TYPE, without padding.  Its 16-byte chunks are swizzled, so that the eight
- * rows of an ldmatrix phase, in any column, lie in eight different groups of banks:
+ * A tile in shared memory is [rows][columns] of TYPE.  The eight rows of an ldmatrix phase, in any column, must lie in eight
+ * different groups of banks.  Where there is room a row is 16 bytes longer than its columns (PAD): an odd number of 16-byte
+ * chunks.  All addresses of a lane are then one register and constants.  Elsewhere chunks are swizzled:
  *   rows of 128 i bytes        chunk ^= row % 8
  *   rows of 128 i + 64 bytes   chunk ^= row / 2 % 4         (head dims 32 and 96: two rows already differ by half the banks)
  * A step of a constant number of chunks is then an XOR and an addition (along), a step of 8 rows an addition.
@@ -19,13 +20,15 @@
 /* Where chunk `chunk` of row `row` lies in a tile with rows of BYTES bytes. */
 template <int BYTES> DEVICE u32 swizzled(int row, int chunk)
 {
-    static_assert(BYTES % 64 == 0, "rows of a tile");
+    static_assert(BYTES % 64 == 0 || BYTES % 32 == 16, "rows of a tile");
+    if (BYTES % 32) return row * BYTES + chunk * 16;
     return row * BYTES + ((chunk ^ (BYTES % 128 ? (row >> 1) & 3 : row & 7)) << 4);
 }
 
 /* The address `chunks` further in the row; the bits of `chunks` must be clear in the chunk that `address` stands for. */
 template <int BYTES> DEVICE u32 along(u32 address, int chunks)
 {
+    if (BYTES % 32) return address + 16 * chunks;
     constexpr int mask = BYTES % 128 ? 3 : 7;
     return (address ^ ((chunks & mask) << 4)) + ((chunks & ~mask) << 4);
 }
@@ -104,8 +107,8 @@ DEVICE void shared_store(u32 address, u32 x) { asm volatile("st.shared.b32 [%0],
 
 /* How WARPS warps carry ROWS rows of COLUMNS numbers to shared memory: an instruction of a warp takes 8 rows of 64 bytes,
  * full sectors whatever the stride, and a thread stays in its rows, so that columns are constant offsets. */
-template <int ROWS, int COLUMNS, int WARPS_> struct Carry {
-    static constexpr int BYTES = 2 * COLUMNS, UNITS = COLUMNS / 32;
+template <int ROWS, int COLUMNS, int WARPS_, int PAD_ = 0> struct Carry {
+    static constexpr int BYTES = 2 * COLUMNS + PAD_, UNITS = COLUMNS / 32;
     static constexpr int ROW_WARPS = ROWS / 8 < WARPS_ ? ROWS / 8 : WARPS_;
     static constexpr int COLUMN_WARPS = UNITS % (WARPS_ / ROW_WARPS) ? 1 : WARPS_ / ROW_WARPS; /* 1: some warps carry nothing */
     static constexpr int PASS = 8 * ROW_WARPS; /* rows at once */
@@ -114,7 +117,7 @@ template <int ROWS, int COLUMNS, int WARPS_> struct Carry {
     /* This thread's first row and chunk.  A quarter of a warp writes two rows, in different halves of the banks. */
     static __device__ __forceinline__ u32 row(u32 warp, u32 lane)
     {
-        return (ROW_WARPS < WARPS_ ? warp % ROW_WARPS : warp) * 8 + (BYTES % 128 ? lane >> 2 : (lane >> 2 & 1) * 4 + (lane >> 3));
+        return (ROW_WARPS < WARPS_ ? warp % ROW_WARPS : warp) * 8 + (BYTES % 128 == 64 ? lane >> 2 : (lane >> 2 & 1) * 4 + (lane >> 3));
     }
     static __device__ __forceinline__ u32 chunk(u32 warp, u32 lane)
     {
@@ -157,6 +160,24 @@ struct Walk {
     int tile;  /* where we are */
 
     __device__ __forceinline__ Walk(int first_head) : left(0), base(0), head(first_head - 1), cut(true), tile(0) {}
+
+    /* To and from 16 bytes of shared memory, a warp's own, with the tile's number among those of all heads: no register holds it
+     * through the loop.  `tile` is not known afterwards. */
+    static constexpr int BYTES = 16;
+    __device__ __forceinline__ void put(u32 address, u32 number) const
+    {
+        if (lane_again() == 0)
+            asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" :: "r"(address), "r"(left), "r"(base | cut), "r"(head), "r"(number) : "memory");
+    }
+    __device__ __forceinline__ u32 get(u32 address)
+    {
+        u32 number;
+        asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(left), "=r"(base), "=r"(head), "=r"(number) : "r"(address) : "memory");
+        cut = base & 1;
+        base &= ~1;
+        tile = 0;
+        return number;
+    }
 
     /* Go to the next visible tile; false: there is none.  look_at(base): what is seen of the 32 tiles from `base` on. */
     template <typename LookAt>

@@ -202,10 +202,16 @@ class _Gradients:
     pins: int = 0  # addresses that the compiler may not make before the loop
     pins_alone: int | None = None  # the same where dQ is made elsewhere; None: 372 where a warp has its keys alone, else pins
     bound: int = 0  # blocks that the compiler shall leave room for, where fewer run: it then takes fewer registers
+    products: int = 1  # 2: of the warps that have the same keys some make dK, the others dV; where d = dv
+    s_fragments: int = 0  # of the keys, whose S is in registers; 0: all of a warp
+    dq_columns: int = 0  # warps beside each other over dQ's columns; 0: 4 or 2
+    positions: int = 0  # 1: those of the keys in shared memory, not in registers
+    cut_chunk: int = 64  # at most so many queries at once where it masks
+    pad: int = 0  # bytes at the end of each row of shared memory: 0 or 16
     known: int = 1  # 0: seldom used numbers stay in registers, as 32 bytes of shared memory would cost a block of threads
 
 
-# By the larger of the head dims.  docs/kernels.md tells why.  The pins differ by architecture and nothing else: which of them
+# By the pair of head dims, or else by the larger of them.  docs/kernels.md tells why.  The pins differ by architecture and nothing else: which of them
 # leaves the loop without local memory is found by trying.
 _LARGE = {
     32: _Gradients(64, 128, 4, 1, 2, 32, 16, 0, 2, 2, 3, pins=260),
@@ -220,7 +226,7 @@ _SMALL = {
     32: _Gradients(64, 128, 4, 1, 2, 32, 16, 0, 2, 2, 2, pins=260, bound=3),
     64: _Gradients(64, 128, 4, 1, 2, 32, 16, 0, 4, 1, 2, pins=260, known=0),
     96: _Gradients(64, 128, 8, 1, 1, 32, 32, 0, 6, 1, pins=1280),
-    128: _Gradients(64, 128, 8, 1, 1, 32, 32, 0, 8, 1, pins=1280),
+    128: _Gradients(64, 128, 8, 1, 1, 32, 32, 0, 8, 1, pins=1288),
     192: _Gradients(64, 64, 8, 2, 1, 32, 32, 0, 12, 1, pins=1280),
     256: _Gradients(32, 64, 8, 2, 1, 16, 16, 0, 16, 1, dq_part=2, pins=384),
 }
@@ -229,13 +235,17 @@ _BACKWARD = {
     "90": {
         **_LARGE,
         32: replace(_LARGE[32], pins=388),
-        96: replace(_LARGE[96], pins=1412),
+        64: _Gradients(128, 128, 4, 1, 2, 32, 32, 0, 3, 1, 2, dq_columns=1, pad=16, positions=1, cut_chunk=16, pins=1312, pins_alone=368),
+        96: replace(_LARGE[96], pins=1412, pins_alone=256),
         128: replace(_LARGE[128], kept_v=0, pins_alone=1024),
+        (128, 128): _Gradients(
+            128, 128, 8, 4, 4, 32, 32, 0, 0, 1, products=2, s_fragments=2, dq_columns=2, pad=16, positions=1, cut_chunk=16, pins=1280, pins_alone=1056,
+        ),
         192: replace(_LARGE[192], pins=1284),
     },
     "100": {
         **_LARGE,
-        32: replace(_LARGE[32], chunk=16, pins=264),
+        32: replace(_LARGE[32], chunk=16, pins=1288),
         64: replace(_LARGE[64], pins=388),
         96: replace(_LARGE[96], pins=1412, pins_alone=260),
         128: replace(_LARGE[128], kept_v=0, pins_alone=1024),
@@ -245,6 +255,7 @@ _BACKWARD = {
     "120": {
         **_SMALL,
         64: replace(_SMALL[64], pins=772),
+        128: replace(_SMALL[128], pins=1280, pins_alone=1024),
     },
     # 64 KB
     "75": {
@@ -275,15 +286,15 @@ def backward(arch: str, dtype: str, d: int, dv: int) -> Kernel:
         bfloat16 on sm_75; a head dim that is no multiple of 8 or above 256.
     """
     kind, d, dv = _half(arch, dtype), padded(d), padded(dv)
-    shape = _BACKWARD[arch][max(d, dv)]
+    shape = _BACKWARD[arch].get((d, dv)) or _BACKWARD[arch][max(d, dv)]
     kept_v = min(shape.kept_v, dv // 16)
-    stays = kept_v == dv // 16
-    columns = next(c for c in (4, 2) if c < shape.warps and d // 16 % c == 0 and (d % 64 == 0 or c == 2))
+    stays, pad = kept_v == dv // 16, shape.pad
+    columns = shape.dq_columns or next(c for c in (4, 2) if c < shape.warps and d // 16 % c == 0 and (d % 64 == 0 or c == 2))
     shared = (
-        shape.keys * 2 * (d + (0 if stays else dv))
-        + shape.stages * shape.queries * (2 * (d + dv) + 16)
-        + shape.sharers * shape.keys * 2 * shape.queries
-        + 32 * shape.known
+        shape.keys * (2 * d + pad + (0 if stays else 2 * dv + pad))
+        + shape.stages * shape.queries * (2 * (d + dv + pad) + 16)
+        + min(shape.sharers, 2) * shape.keys * (2 * shape.queries + pad * (-(-shape.queries // d) if pad else 0))
+        + 32 * shape.known + pad + 4 * shape.keys * shape.positions + 16 * shape.warps * (shape.products - 1)
     )
     tile = Tile(shape.queries, shape.keys, shape.warps, shape.stages, shared, shape.resident)
     alone = shape.pins_alone
@@ -292,10 +303,10 @@ def backward(arch: str, dtype: str, d: int, dv: int) -> Kernel:
     defines = {
         "TYPE": kind, "HEAD_DIM": d, "HEAD_DIM_V": dv, "TILE_Q": shape.queries, "TILE_K": shape.keys,
         "WARPS": shape.warps, "STAGES": shape.stages, "SHARED": shared, "SHARED_LIMIT": SHARED_LIMIT[arch],
-        "SHARERS": shape.sharers, "FRAGMENTS": shape.fragments, "CHUNK": shape.chunk, "PART": shape.part,
-        "K_KEPT": shape.kept_k, "V_KEPT": kept_v, "RESIDENT": shape.bound or shape.resident,
+        "SHARERS": shape.sharers, "PRODUCTS": shape.products, "FRAGMENTS": shape.fragments,
+        "S_FRAGMENTS": shape.s_fragments or shape.fragments, "CHUNK": shape.chunk, "PART": shape.part, "CUT_CHUNK": shape.cut_chunk, "K_KEPT": shape.kept_k, "V_KEPT": kept_v, "RESIDENT": shape.bound or shape.resident,
         "DQ_ROWS": min(shape.warps // columns, shape.queries // 16), "DQ_COLUMNS": columns, "DQ_PART": shape.dq_part,
-        "PINS": shape.pins, "PINS_ALONE": alone, "KNOWN": shape.known,
+        "PINS": shape.pins, "PINS_ALONE": alone, "PAD": pad, "POSITIONS": shape.positions, "KNOWN": shape.known,
     }  # fmt: skip
     return Kernel("backward", tile, defines, sum_bytes=4 * d, prepared_bytes=24)
 
