@@ -11,7 +11,8 @@
  *
  *   registers        dK, dV of the warp's keys, float32; V (V_KEPT steps of 16 columns) and K (K_KEPT)
  *   shared memory    K | V | STAGES × (Q, dO) | STAGES × (-delta, -lse, at) | dS [TILE_K][TILE_Q]
- *                    | P where SHARERS = 2 | Known: where Q and dO of this batch begin
+ *                    | P where SHARERS > 1 | Known: where Q and dO of this batch begin; PAD: where the records begin
+ *                    | POSITIONS: those of the keys | Q_LATER: each warp's Walk
  *   global memory    block.work: dQ sums in the order of fragments | a record a tile of queries (see Record)
  *
  *   for each visible tile of queries (those that are cut first, then the full ones, whose loop has no mask code):
