@@ -174,7 +174,7 @@ struct Warp {
         put = opaque(shared + swizzled<S_BYTES>(lane >> 2, sharer * OWN / 8) + (lane & 3) * 4);
 #endif
         partner = opaque(shared + swizzled<S_BYTES>(row, (SHARERS - 1 - sharer) * OWN / 8 + chunk));
-        const u32 dq_column = warp % DQ_COLUMNS * 32, dq_row = dq_row_of(warp); /* bytes */
+        const int dq_row = PAD ? dq_row_of(warp) : warp / DQ_COLUMNS * DQ_FRAGMENTS * 32, dq_column = warp % DQ_COLUMNS * 32; /* bytes */
         dq_rows = S_BYTES == K_BYTES ? further(q_rows, held(dq_row))
                                      : opaque(further(shared + swizzled<S_BYTES>(row_b, chunk_b), dq_row));
         dq_keys = further(k_rows, held(dq_column));
