@@ -11,7 +11,8 @@
  *
  *   registers        dK, dV of the warp's keys, float32; V (V_KEPT steps of 16 columns) and K (K_KEPT)
  *   shared memory    K | V | STAGES × (Q, dO) | STAGES × (-delta, -lse, at) | dS [TILE_K][TILE_Q]
- *                    | P where SHARERS = 2 | Known: where Q and dO of this batch begin
+ *                    | P where SHARERS > 1 | Known: where Q and dO of this batch begin; PAD: where the records begin
+ *                    | POSITIONS: those of the keys | Q_LATER: each warp's Walk
  *   global memory    block.work: dQ sums in the order of fragments | a record a tile of queries (see Record)
  *
  *   for each visible tile of queries (those that are cut first, then the full ones, whose loop has no mask code):
@@ -173,7 +174,7 @@ struct Warp {
         put = opaque(shared + swizzled<S_BYTES>(lane >> 2, sharer * OWN / 8) + (lane & 3) * 4);
 #endif
         partner = opaque(shared + swizzled<S_BYTES>(row, (SHARERS - 1 - sharer) * OWN / 8 + chunk));
-        const u32 dq_column = warp % DQ_COLUMNS * 32, dq_row = dq_row_of(warp); /* bytes */
+        const int dq_row = PAD ? dq_row_of(warp) : warp / DQ_COLUMNS * DQ_FRAGMENTS * 32, dq_column = warp % DQ_COLUMNS * 32; /* bytes */
         dq_rows = S_BYTES == K_BYTES ? further(q_rows, held(dq_row))
                                      : opaque(further(shared + swizzled<S_BYTES>(row_b, chunk_b), dq_row));
         dq_keys = further(k_rows, held(dq_column));

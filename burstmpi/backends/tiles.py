@@ -211,8 +211,8 @@ class _Gradients:
     known: int = 1  # 0: seldom used numbers stay in registers, as 32 bytes of shared memory would cost a block of threads
 
 
-# By the pair of head dims, or else by the larger of them.  docs/kernels.md tells why.  The pins differ by architecture and nothing else: which of them
-# leaves the loop without local memory is found by trying.
+# By the pair of head dims, or else by the larger of them.  docs/kernels.md tells why.  Pins are found by trying: which of them
+# leaves the loop without local memory differs by architecture and nothing else.
 _LARGE = {
     32: _Gradients(64, 128, 4, 1, 2, 32, 16, 0, 2, 2, 3, pins=260),
     64: _Gradients(64, 128, 4, 1, 2, 32, 16, 0, 4, 2, 2, pins=260),
@@ -239,8 +239,9 @@ _BACKWARD = {
         96: replace(_LARGE[96], pins=1412, pins_alone=256),
         128: replace(_LARGE[128], kept_v=0, pins_alone=1024),
         (128, 128): _Gradients(
-            128, 128, 8, 4, 4, 32, 32, 0, 0, 1, products=2, s_fragments=2, dq_columns=2, pad=16, positions=1, cut_chunk=16, pins=1280, pins_alone=1056,
-        ),
+            128, 128, 8, 4, 4, 32, 32, 0, 0, 1, products=2, s_fragments=2, dq_columns=2, pad=16, positions=1, cut_chunk=16,
+            pins=1280, pins_alone=1056,
+        ),  # fmt: skip
         192: replace(_LARGE[192], pins=1284),
     },
     "100": {
@@ -304,7 +305,8 @@ def backward(arch: str, dtype: str, d: int, dv: int) -> Kernel:
         "TYPE": kind, "HEAD_DIM": d, "HEAD_DIM_V": dv, "TILE_Q": shape.queries, "TILE_K": shape.keys,
         "WARPS": shape.warps, "STAGES": shape.stages, "SHARED": shared, "SHARED_LIMIT": SHARED_LIMIT[arch],
         "SHARERS": shape.sharers, "PRODUCTS": shape.products, "FRAGMENTS": shape.fragments,
-        "S_FRAGMENTS": shape.s_fragments or shape.fragments, "CHUNK": shape.chunk, "PART": shape.part, "CUT_CHUNK": shape.cut_chunk, "K_KEPT": shape.kept_k, "V_KEPT": kept_v, "RESIDENT": shape.bound or shape.resident,
+        "S_FRAGMENTS": shape.s_fragments or shape.fragments, "CHUNK": shape.chunk, "PART": shape.part,
+        "CUT_CHUNK": shape.cut_chunk, "K_KEPT": shape.kept_k, "V_KEPT": kept_v, "RESIDENT": shape.bound or shape.resident,
         "DQ_ROWS": min(shape.warps // columns, shape.queries // 16), "DQ_COLUMNS": columns, "DQ_PART": shape.dq_part,
         "PINS": shape.pins, "PINS_ALONE": alone, "PAD": pad, "POSITIONS": shape.positions, "KNOWN": shape.known,
     }  # fmt: skip
