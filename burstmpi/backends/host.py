@@ -27,6 +27,7 @@ ABI = 3
 TYPES = {"float64": 0, "float32": 1, "float16": 2, "bfloat16": 3}
 PROGRESS = 250_000  # ns between two calls of a caller's progress: MPI needs one every 0.2 ms or so
 IDLE = 20_000_000  # ns, where nobody waits for it and only signals are to be seen
+LONG_ROW = 1024  # keys that a query must see of a block for float32 to go by pieces, unless BURSTMPI_ISA=amx says so
 
 # -ffp-contract: products become FMA wherever there is one.  No -ffast-math: infinities and NaN mean something here.
 BASE_FLAGS = ["-std=gnu11", "-O3", "-fPIC", "-shared", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
@@ -263,6 +264,7 @@ class HostBackend(NumpyBackend):
 
     def __init__(self, isa: str | None = None, threads: int | None = None, extra_flags=()):
         isa = isa or os.environ.get("BURSTMPI_ISA")
+        self._forced = bool(isa)
         if isa and isa not in ISAS:
             raise ValueError(f"BURSTMPI_ISA: must be one of {', '.join(ISAS)}, got {isa!r}")
         if isa and missing(isa):
@@ -270,7 +272,7 @@ class HostBackend(NumpyBackend):
         self.isa, self.threads, self._extra = _buildable([isa] if isa else available()), threads or threads_here(), tuple(extra_flags)
 
     def _of(self, dtype) -> list[_Library]:
-        """The kernels for arrays of that type, then those for numbers that the first cannot split."""
+        """The kernels for arrays of that type, then those for short rows and for numbers that the first cannot split."""
         which = variant(self.isa, dtype)
         keys = [which, ("avx512", "float32")] if which == ("amx", "float32") else [which]
         return _libraries(tuple(keys), self._extra)
@@ -285,7 +287,7 @@ class HostBackend(NumpyBackend):
 
     def tile_count(self, dims: Dims, positions_q, positions_k) -> int:
         """Pairs of a panel of queries and a tile of keys, over batch and heads."""
-        library = self._of(dims.dtype)[0]
+        library = self._of(dims.dtype)[-1]
         panels, tiles = -(-len(positions_q) // library.tile_rows), -(-len(positions_k) // library.tile_keys)
         return dims.batch * dims.heads * panels * tiles
 
@@ -362,14 +364,27 @@ class HostBackend(NumpyBackend):
         quiet = work.progress is Work.__dataclass_fields__["progress"].default
         block.interval_ns = IDLE if quiet else PROGRESS
         first, *others = self._of(dtype)
-        library = first if not others or first.tame(block) else others[0]
+        pieces = not others or ((self._forced or _keys_seen(work.sight) >= LONG_ROW) and first.tame(block))
+        library = first if pieces else others[0]
         status = getattr(library, verb)(block)
-        # counted in tiles of the first one, whichever ran
-        work.tally.tiles += block.tiles * (library.tile_rows * library.tile_keys) // (first.tile_rows * first.tile_keys)
+        work.tally.tiles += _tiles_of(block, library, others[-1] if others else first)
         if raised:
             raise raised[0]
         if status:
             raise ValueError(f"scratch: {work.scratch.nbytes} bytes are too few for this block")
+
+
+def _tiles_of(block: _Block, library: _Library, unit: _Library) -> int:
+    """Tiles that a kernel has computed, in tiles of another: its share of all, rounded up."""
+    pairs = lambda x: -(-block.rows_q // x.tile_rows) * -(-block.rows_k // x.tile_keys)  # noqa: E731
+    return -(-block.tiles * pairs(unit) // pairs(library))
+
+
+def _keys_seen(sight) -> float:
+    """Keys of a block that one of its queries sees, on average: the same in forward and in backward, which must round alike."""
+    low, high = int(sight.pos.min()), int(sight.pos.max()) + 1
+    seen = np.minimum(sight.hi, high).astype(np.int64) - np.maximum(sight.lo, low)
+    return float(np.maximum(seen, 0).mean()) * len(sight.pos) / (high - low)
 
 
 def _sizes(block: _Block, dims: Dims) -> None:
