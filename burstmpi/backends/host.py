@@ -27,7 +27,7 @@ ABI = 3
 TYPES = {"float64": 0, "float32": 1, "float16": 2, "bfloat16": 3}
 PROGRESS = 250_000  # ns between two calls of a caller's progress: MPI needs one every 0.2 ms or so
 IDLE = 20_000_000  # ns, where nobody waits for it and only signals are to be seen
-LONG_ROW = 1024  # keys that a query must see of a block for float32 to go by pieces, unless BURSTMPI_ISA=amx says so
+LONG_ROW = 2048  # keys that a query must see of a block for float32 to go by pieces, unless BURSTMPI_ISA=amx says so
 
 # -ffp-contract: products become FMA wherever there is one.  No -ffast-math: infinities and NaN mean something here.
 BASE_FLAGS = ["-std=gnu11", "-O3", "-fPIC", "-shared", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
