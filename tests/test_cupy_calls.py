@@ -162,10 +162,12 @@ def test_a_wrong_call_would_be_noticed(monkeypatch):
 
 
 @pytest.mark.slow
-def test_cupy_13(tmp_path):
+@pytest.mark.parametrize("version", [13, 14])
+def test_wheels_of_cupy(version, tmp_path):
     """Fetches the wheel."""
     fetch = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--only-binary", ":all:", "--target", str(tmp_path)]
-    done = subprocess.run([*fetch, "cupy-cuda13x<14", "fastrlock"], capture_output=True, text=True)
+    wanted = [f"cupy-cuda13x>={version}.0,<{version + 1}", "fastrlock", "cuda-pathfinder"]
+    done = subprocess.run([*fetch, *wanted], capture_output=True, text=True)
     if done.returncode:
-        pytest.skip(f"no wheel of CuPy 13: {done.stderr.splitlines()[-1:]}")
-    assert verify(tmp_path).startswith("CuPy 13.")
+        pytest.skip(f"no wheel of CuPy {version}: {done.stderr.splitlines()[-1:]}")
+    assert verify(tmp_path).startswith(f"CuPy {version}.")
