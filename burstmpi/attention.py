@@ -652,15 +652,18 @@ class BurstAttention:
         return nbytes + (plan.backend.slack if nbytes else 0)
 
     def _cargo(self, ring, plan, travels, room, mine) -> Cargo:
-        """Pack this rank's own parcel, where it travels."""
+        """Pack this rank's own parcel, where it travels, but for what can be sent from where it lies."""
         carrier = ring.transport
-        here = carrier.lane(room["here"])
+        here, lying = carrier.lane(room["here"]), {}
         if plan.ways[travels].last[ring.rank]:
             parcel = plan.open(room["here"], travels, ring.rank)
-            for target, source in zip(parcel, mine):
-                ring.complete(plan.backend.copy(target, source))
+            for start, target, source in zip(plan.starts(travels), parcel, mine):
+                if plan.as_it_lies(source):
+                    lying[start] = source.reshape(-1).view(np.uint8)
+                else:
+                    ring.complete(plan.backend.copy(target, source))
             carrier.computed(writes=[here])
-        return Cargo(here, carrier.lane(room["there"]), plan.parcel_bytes[travels])
+        return Cargo(here, carrier.lane(room["there"]), plan.parcel_bytes[travels], plan.parcel_runs[travels], lying)
 
     def _partials(self, ring, plan, travels, room) -> Partials:
         backend, lane = plan.backend, ring.transport.lane

@@ -38,6 +38,24 @@ class Blueprint:
         if size:
             self.nbytes = offset + size
 
+    def runs(self, large: int) -> list[tuple[int, int, list[str]]]:
+        """The arrays in runs, each to be sent by itself: (start, stop, names).
+
+        An array of ``large`` bytes or more is a run of its own, so that it may be sent from elsewhere; smaller
+        neighbours share one.  What only aligns two runs is in neither.
+        """
+        runs: list[tuple[int, int, list[str]]] = []
+        apart = True
+        for name, (offset, shape, dtype) in self.fields.items():
+            size = prod(shape) * dtype.itemsize
+            if size and (apart or size >= large):
+                runs.append((offset, offset + size, [name]))
+                apart = size >= large
+            elif size:
+                start, _, names = runs[-1]
+                runs[-1] = (start, offset + size, [*names, name])
+        return runs
+
     def views(self, backend, buffer) -> dict:
         """Cut a buffer of at least ``nbytes`` bytes into the arrays."""
         return {name: backend.view(buffer, *field) for name, field in self.fields.items()}

@@ -18,6 +18,7 @@ from .rules import Rules, sees
 __all__ = ["Plan"]
 
 TRAVELS = ("kv", "q")
+LARGE = 1 << 18  # bytes from which on an array goes in a message of its own, which can leave from where it lies
 
 
 class Plan:
@@ -47,6 +48,7 @@ class Plan:
         self.ways = {travels: self._way(self.guests[travels], ring) for travels in TRAVELS}
         self.parcel_bytes = {travels: self._sizes(self._parcel, travels) for travels in TRAVELS}
         self.partial_bytes = {travels: self._sizes(self._partial, travels) for travels in TRAVELS}
+        self.parcel_runs = {travels: self._parcel_runs(travels) for travels in TRAVELS}
         self.travels = self._cheaper() if backward == "auto" else backward
         self.steps = {travels: self.ways[travels].steps(self.rank, self.guests[travels]) for travels in TRAVELS}
         self.rooms = {call: self._room(call) for call in ("forward", "backward")}  # workspaces, as arrays
@@ -92,6 +94,18 @@ class Plan:
 
     def _sizes(self, blueprint, travels) -> list[int]:
         return [blueprint(travels, rows).nbytes for rows in self._rows(travels)]
+
+    def _parcel_runs(self, travels) -> list[list[tuple[int, int]]]:
+        return [[(a, b) for a, b, _ in self._parcel(travels, rows).runs(LARGE)] for rows in self._rows(travels)]
+
+    def starts(self, travels) -> list[int]:
+        """Where each array begins in this rank's own parcel."""
+        fields = self._parcel(travels, self._rows(travels)[self.rank]).fields
+        return [start for start, _, _ in fields.values()]
+
+    def as_it_lies(self, x) -> bool:
+        """Whether an array of this rank's own parcel is sent from where it lies."""
+        return not hasattr(self.backend, "gpu") and x.nbytes >= LARGE and x.flags.c_contiguous
 
     def open(self, buffer, travels, traveller):
         """See a parcel as its arrays: (k, v) or (q, dout, delta, lse)."""

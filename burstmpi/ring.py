@@ -53,12 +53,17 @@ class PeerError(RuntimeError):
 class Cargo:
     """What travels: two buffers of bytes in rotation, and the size of each traveller's parcel.
 
-    ``here`` holds this rank's own parcel at the start, where it travels at all.
+    ``here`` holds this rank's own parcel at the start, where it travels at all, but for what is in ``lying``.
+
+    runs : (start, stop) of each message in which a host sends a traveller's parcel, by traveller
+    lying : runs of this rank's own parcel that are sent from where they lie, [nbytes] uint8, by their start
     """
 
     here: Lane
     there: Lane
     nbytes: list[int]
+    runs: list[list[tuple[int, int]]]
+    lying: dict[int, np.ndarray]
 
 
 @dataclass
@@ -243,23 +248,23 @@ class Ring:
                 ]
                 self._wait(requests)
             elif rank != root and self.rank == root:
-                self._wait(self._receive(part, size, rank, ROWS, f"rows of rank {rank}"))
+                self._wait(self._receive([part], rank, ROWS, f"rows of rank {rank}"))
             elif rank != root and self.rank == rank:
-                self._wait(self._send(part, size, root, ROWS, f"rank {root} to take rows"))
+                self._wait(self._send([part], root, ROWS, f"rank {root} to take rows"))
             if part is not None:
                 yield part
 
     def scatter_bytes(self, parts, mine, root):
         """Send ``parts(rank)``, uint8, from root to every rank's ``mine``."""
         if self.rank != root:
-            self._wait(self._receive(mine, len(mine), root, ROWS, f"rows from rank {root}"))
+            self._wait(self._receive([mine], root, ROWS, f"rows from rank {root}"))
             return
         for rank in range(self.size):
             part = parts(rank)
             if rank == root:
                 mine[:] = part
             else:
-                self._wait(self._send(part, len(part), rank, ROWS, f"rank {rank} to take rows"))
+                self._wait(self._send([part], rank, ROWS, f"rank {rank} to take rows"))
 
     # ------------------------------------------------------------ the ring
 
@@ -283,14 +288,16 @@ class Ring:
             self._doing = f"step {step.index} of {kind}"
             moving = []
             if step.receive_from is not None:
-                nbytes, text = cargo.nbytes[step.next_guest], f"the parcel of rank {step.next_guest}"
-                moving += self._take("cargo in", there, nbytes, step.receive_from, CARGO, text)
+                guest = step.next_guest
+                nbytes, runs, text = cargo.nbytes[guest], cargo.runs[guest], f"the parcel of rank {guest}"
+                moving += self._take("cargo in", there, nbytes, step.receive_from, CARGO, text, runs)
             if partials is not None and step.partial_from is not None:
                 nbytes, text = partials.nbytes[step.guest], f"gradients of rank {step.guest}"
                 moving += self._take("partial in", partials.arriving, nbytes, step.partial_from, PARTIAL, text)
             if step.send_to is not None:
-                nbytes, text = cargo.nbytes[step.guest], f"the parcel of rank {step.guest} to be taken"
-                moving += self._give("cargo out", here, nbytes, step.send_to, CARGO, text)
+                nbytes, runs, text = cargo.nbytes[step.guest], cargo.runs[step.guest], f"the parcel of rank {step.guest} to be taken"
+                lying = cargo.lying if step.index == 0 else {}
+                moving += self._give("cargo out", here, nbytes, step.send_to, CARGO, text, runs, lying)
             moving += outgoing
             self._active = moving + coming_home
             started = time.perf_counter()
@@ -333,13 +340,13 @@ class Ring:
         partials.fresh, partials.sent = partials.sent, partials.fresh
         return outgoing
 
-    def progress(self) -> None:
-        """Give MPI a chance to move messages: call it between tiles."""
-        if self._active:
-            _advance(self._active)
+    def progress(self) -> bool:
+        """Give MPI a chance to move messages: call it between tiles.  Tell whether all are through."""
+        through = not self._active or _advance(self._active)
         now = time.perf_counter()
         if now - self._heard > LISTEN:
             self._listen(now)
+        return through
 
     def complete(self, launch) -> None:
         """Let MPI move messages until launched work (None: there is none) is done, where later work might overtake it."""
@@ -347,20 +354,22 @@ class Ring:
             while not launch.done():
                 self.progress()
 
-    def _give(self, name, lane, nbytes, to, tag, text):
-        """Send the first bytes of a lane, the way that the call's arrays want it."""
+    def _give(self, name, lane, nbytes, to, tag, text, runs=None, lying=()):
+        """Send the first bytes of a lane, the way that the call's arrays want it: from a host in runs, where they are given."""
         if self.transport is self.on_host:
-            return self._send(lane.bytes, nbytes, to, tag, text)
+            runs = [(0, nbytes)] if runs is None else runs
+            return self._send([lying[a] if a in lying else lane.bytes[a:b] for a, b in runs], to, tag, text)
         journey = self.transport.send(name, lane, nbytes, lambda piece: self.comm.Isend([piece, MPI.BYTE], to, tag))
         self.bytes_sent += nbytes
         self.messages += journey.messages
         journey.advance()
         return [_Pending(None, text, to, journey, journey=journey)]
 
-    def _take(self, name, lane, nbytes, source, tag, text):
-        """Receive the first bytes of a lane."""
+    def _take(self, name, lane, nbytes, source, tag, text, runs=None):
+        """Receive the first bytes of a lane, as ``_give`` sends them."""
         if self.transport is self.on_host:
-            return self._receive(lane.bytes, nbytes, source, tag, text)
+            runs = [(0, nbytes)] if runs is None else runs
+            return self._receive([lane.bytes[a:b] for a, b in runs], source, tag, text)
         post = lambda piece: self.comm.Irecv([piece, MPI.BYTE], source, tag)  # noqa: E731
         journey = self.transport.receive(name, lane, nbytes, post)
         journey.advance()
@@ -371,14 +380,14 @@ class Ring:
         """Give MPI progress on some requests; tell whether all are complete."""
         return MPI.Request.Testall(requests)
 
-    def _send(self, buffer, nbytes, to, tag, text):
-        self.bytes_sent += nbytes
-        pieces = _chunks(buffer, nbytes)
+    def _send(self, buffers, to, tag, text):
+        pieces = _chunks(buffers)
+        self.bytes_sent += sum(map(len, pieces))
         self.messages += len(pieces)
         return [_Pending(self.comm.Isend([p, MPI.BYTE], to, tag), text, to, p) for p in pieces]
 
-    def _receive(self, buffer, nbytes, source, tag, text):
-        pieces = _chunks(buffer, nbytes)
+    def _receive(self, buffers, source, tag, text):
+        pieces = _chunks(buffers)
         return [_Pending(self.comm.Irecv([p, MPI.BYTE], source, tag), text, source, p, True) for p in pieces]
 
     # ------------------------------------------------------------ waiting
@@ -487,8 +496,9 @@ class Rehearsal:
     def __init__(self, rank: int):
         self.rank, self.transport = rank, OnHost()
 
-    def progress(self) -> None:
+    def progress(self) -> bool:
         """Nothing is under way."""
+        return True
 
     def complete(self, launch) -> None:
         """Nothing was launched."""
@@ -595,8 +605,8 @@ def deadline_of(value):
     return checks.positive("deadline", value)
 
 
-def _chunks(buffer, nbytes):
-    return [buffer[a : min(a + CHUNK, nbytes)] for a in range(0, nbytes, CHUNK)]
+def _chunks(buffers):
+    return [buffer[a : a + CHUNK] for buffer in buffers for a in range(0, len(buffer), CHUNK)]
 
 
 def _ranks(ranks) -> str:

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from support import TYPES, check, problem, run, shards, truth
+from support import TYPES, check, collect, problem, run, shards, truth
 
 from burstmpi import BurstAttention
 
@@ -184,3 +184,35 @@ def test_shard_and_gather(comm, dtype):
                             assert back is None
                 turned = np.ascontiguousarray(whole.swapaxes(0, 1))
                 np.testing.assert_array_equal(attn.gather(attn.shard(turned, axis=0), axis=0), turned)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("way", ["q", "kv"])
+@pytest.mark.parametrize("views", ["none", "even ranks", "all"])
+def test_large_arrays_are_sent_from_where_they_lie(comm, way, views, monkeypatch):
+    """Each large array is a message of its own, and has not been copied where it is contiguous; views are packed."""
+    monkeypatch.setattr("burstmpi.plan.LARGE", 1 << 12)  # q, k, v and dout are large, delta and lse are not
+    p, options = problem(24 * comm.size, batch=1, heads=2, kv_heads=2, d=32, dv=32, dtype="float32"), {"causal": True}
+    fused = views == "all" or (views == "even ranks" and comm.rank % 2 == 0)
+    with BurstAttention(comm, backward=way, **options) as attn:
+        q, k, v, dout = shards(attn, p)
+        if fused:
+            room = np.empty((*q.shape[:2], 4 * 2, 32), np.float32)
+            for i, x in enumerate((q, k, v, dout)):
+                room[:, :, 2 * i : 2 * i + 2] = x
+            q, k, v, dout = (room[:, :, 2 * i : 2 * i + 2] for i in range(4))
+        posted = []
+        spy = attn._ring.comm = Spy(attn._ring.comm)
+        spy.Isend = lambda buffer, *args: (posted.append(buffer[0]), Spy.Isend(spy, buffer, *args))[1]
+        out, lse = attn.forward(q, k, v)
+        assert attn.stats.messages == 2 * (comm.size - 1)
+        lying = [any(np.shares_memory(x, y) for x in posted) for y in (k, v)]
+        assert lying == [not fused] * 2
+        posted.clear()
+        grads = attn.backward(dout, q, k, v, out, lse)
+        hops = comm.size - 1  # parcels of q, dout, (delta and lse), or of k and v; one message of gradients behind each
+        assert attn.stats.messages == hops * (4 if way == "q" else 3)
+        lying = [any(np.shares_memory(x, y) for x in posted) for y in ((q, dout) if way == "q" else (k, v))]
+        assert lying == [not fused] * 2
+        attn._ring.comm = spy.comm
+        check(collect(attn, out, lse, *grads), truth(p, options))

@@ -56,7 +56,8 @@ class Work:
     sight: Sight
     scores: Scores
     scratch: np.ndarray  # at least scratch_bytes(...) bytes, contents arbitrary
-    progress: Callable[[], None] = lambda: None  # to be called between tiles, from the thread that called the verb
+    # To be called between tiles, from the thread that called the verb; True: nothing is under way any more.
+    progress: Callable[[], bool | None] = lambda: None
     tally: Tally = field(default_factory=Tally)
 
 

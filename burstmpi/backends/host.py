@@ -23,10 +23,11 @@ from .numpy import NumpyBackend
 
 __all__ = ["BuildError", "HostBackend", "ISAS", "available", "missing", "threads_here"]
 
-ABI = 3
+ABI = 4
 TYPES = {"float64": 0, "float32": 1, "float16": 2, "bfloat16": 3}
 PROGRESS = 250_000  # ns between two calls of a caller's progress: MPI needs one every 0.2 ms or so
 IDLE = 20_000_000  # ns, where nobody waits for it and only signals are to be seen
+GO_ON, STOP, CALM = range(3)  # what progress tells the kernels, see abi.h
 LONG_ROW = 2048  # keys that a query must see of a block for float32 to go by pieces, unless BURSTMPI_ISA=amx says so
 
 # -ffp-contract: products become FMA wherever there is one.  No -ffast-math: infinities and NaN mean something here.
@@ -354,11 +355,10 @@ class HostBackend(NumpyBackend):
 
         def progress():
             try:
-                work.progress()
-                return 0
+                return CALM if work.progress() else GO_ON
             except BaseException as error:  # KeyboardInterrupt as well: C code cannot be unwound
                 raised.append(error)
-                return 1
+                return STOP
 
         block.progress = _CALLBACK(progress)
         quiet = work.progress is Work.__dataclass_fields__["progress"].default

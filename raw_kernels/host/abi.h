@@ -8,9 +8,10 @@
 
 #include <stdint.h>
 
-#define BURST_ABI 3 /* raised with every change of the struct; Python refuses another number */
+#define BURST_ABI 4 /* raised with every change of the struct or of a word; Python refuses another number */
 
 enum burst_type { BURST_F64 = 0, BURST_F32 = 1, BURST_F16 = 2, BURST_BF16 = 3 };
+enum burst_word { BURST_GO_ON = 0, BURST_STOP = 1, BURST_CALM = 2 }; /* calm: go on, and no message is under way any more */
 
 typedef struct {
     char *data;        /* NULL where the verb has no such array */
@@ -44,7 +45,7 @@ typedef struct {
     int64_t threads;
     char *scratch;
     int64_t scratch_bytes;
-    int (*progress)(void);       /* called by the calling thread between tiles; not 0: stop */
+    int (*progress)(void);       /* called by the calling thread between tiles; returns an enum burst_word */
     int64_t interval_ns;         /* at most one call of progress in this time */
     int64_t tiles;               /* result: pairs of tiles that were computed */
 } burst_block;

@@ -220,7 +220,8 @@ INLINE int64_t now_ns(void)
 }
 
 /* Between tiles.  Thread 0 is the thread that called: it alone gives MPI its progress.  A call that took less than this
- * moved no message; then the next ones come up to four times as seldom, until one does. */
+ * moved no message; then the next ones come up to four times as seldom, until one does, and up to 16 times when
+ * nothing is under way any more. */
 #define MOVED_NS 20000
 
 INLINE int carry_on(call *c, int thread)
@@ -228,10 +229,11 @@ INLINE int carry_on(call *c, int thread)
     if (thread == 0 && c->b->progress) {
         const int64_t now = now_ns();
         if (now - c->heard >= c->pause) {
-            if (c->b->progress()) atomic_store(&c->stop, 1);
+            const int told = c->b->progress();
+            if (told == BURST_STOP) atomic_store(&c->stop, 1);
             c->heard = now_ns();
-            const int moved = c->heard - now > MOVED_NS;
-            c->pause = moved ? c->b->interval_ns : MIN(2 * c->pause, 4 * c->b->interval_ns);
+            const int moved = c->heard - now > MOVED_NS, most = told == BURST_CALM ? 16 : 4;
+            c->pause = moved ? c->b->interval_ns : MIN(2 * c->pause, most * c->b->interval_ns);
         }
     }
     return !atomic_load_explicit(&c->stop, memory_order_relaxed);
