@@ -1,7 +1,7 @@
 """Workspace and parcels: one run of bytes, cut into named arrays.
 
 A ``Blueprint`` says which arrays lie where in a run of bytes.  The same thing describes a rank's workspace and a
-parcel on the wire (K and V of one rank, say, in one message).  Each array starts at a multiple of ``ALIGN`` bytes:
+parcel on the wire (K and V of one rank, say).  Each array starts at a multiple of ``ALIGN`` bytes:
 a cache line of the CPU, four 32-byte sectors of a GPU, and what cp.async wants.
 """
 
@@ -38,22 +38,21 @@ class Blueprint:
         if size:
             self.nbytes = offset + size
 
-    def runs(self, large: int) -> list[tuple[int, int, list[str]]]:
-        """The arrays in runs, each to be sent by itself: (start, stop, names).
+    def runs(self, large: int) -> list[tuple[int, int]]:
+        """The arrays in runs, each to be sent by itself: (start, stop).
 
         An array of ``large`` bytes or more is a run of its own, so that it may be sent from elsewhere; smaller
         neighbours share one.  What only aligns two runs is in neither.
         """
-        runs: list[tuple[int, int, list[str]]] = []
+        runs: list[tuple[int, int]] = []
         apart = True
-        for name, (offset, shape, dtype) in self.fields.items():
+        for offset, shape, dtype in self.fields.values():
             size = prod(shape) * dtype.itemsize
             if size and (apart or size >= large):
-                runs.append((offset, offset + size, [name]))
+                runs.append((offset, offset + size))
                 apart = size >= large
             elif size:
-                start, _, names = runs[-1]
-                runs[-1] = (start, offset + size, [*names, name])
+                runs[-1] = (runs[-1][0], offset + size)
         return runs
 
     def views(self, backend, buffer) -> dict:

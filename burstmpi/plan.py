@@ -96,7 +96,7 @@ class Plan:
         return [blueprint(travels, rows).nbytes for rows in self._rows(travels)]
 
     def _parcel_runs(self, travels) -> list[list[tuple[int, int]]]:
-        return [[(a, b) for a, b, _ in self._parcel(travels, rows).runs(LARGE)] for rows in self._rows(travels)]
+        return [self._parcel(travels, rows).runs(LARGE) for rows in self._rows(travels)]
 
     def starts(self, travels) -> list[int]:
         """Where each array begins in this rank's own parcel."""
