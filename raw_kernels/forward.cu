@@ -39,7 +39,7 @@ DEVICE bool near(i64 row)
 template <int DIM> DEVICE void ask_rows(u32 to, const Block &block, const char *rows, i64 distance, int tile, int whole, int columns)
 {
     const u32 target = to + Share<DIM>::target(thread_index());
-    if (agreed(tile < whole)) copy_keys<DIM>(target, target ^ 64, rows, Rows<DIM>(block, tile), (int)distance, columns);
+    if (agreed(tile < whole)) copy_keys<DIM>(target, target ^ 64, rows, Rows<DIM>(block, tile, seat_of<DIM>(thread_index())), (int)distance, columns);
     else copy_rows<DIM, TILE_K>(to, rows, distance, SORTED ? block.keys : nullptr, tile * TILE_K, block.rows_k, columns);
 }
 
@@ -139,6 +139,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const __grid_const
     const bool alike = PagesK::ROW == PagesV::ROW && Share<HEAD_DIM>::HALVES == Share<HEAD_DIM_V>::HALVES;
     const u32 to_v = alike ? to_k + V_SMEM - K_SMEM : opaque(smem + V_SMEM + Share<HEAD_DIM_V>::target(threadIdx.x));
     const u32 to_v_other = alike ? to_k_other + V_SMEM - K_SMEM : opaque(to_v ^ 64);
+    const int kept_row = opaque(Share<HEAD_DIM>::row(threadIdx.x)), kept_piece = opaque(Share<HEAD_DIM>::piece(threadIdx.x) * 16);
+    auto seat_k = [&] { return KEEPS_SPAN ? Seat{kept_row, kept_piece} : seat_of<HEAD_DIM>(thread_index()); };
+    auto seat_v = [&] { return KEEPS_SPAN && alike ? Seat{kept_row, kept_piece} : seat_of<HEAD_DIM_V>(thread_index()); };
     NO_UNROLL while (agreed(now.tile >= 0)) {
 #if !BENT
         if (Desk &desk = own_desk(); agreed(!now.one) && agreed(stage == 0 && desk.started && desk.whole)) {
@@ -151,8 +154,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const __grid_const
             int ahead = run_below(desk, now.tile); /* tiles of the run that are not asked for yet */
             /* wait for the tile in `stage`, and ask for the next one */
             auto turn = [&](int stage) {
-                const Rows<HEAD_DIM> keys(block, own_desk().lowest + ahead - 1);
-                const Rows<HEAD_DIM_V> values(block, own_desk().lowest + ahead + 1 - V_STAGES);
+                const Rows<HEAD_DIM> keys(block, own_desk().lowest + ahead - 1, seat_k());
+                const Rows<HEAD_DIM_V> values(block, own_desk().lowest + ahead + 1 - V_STAGES, seat_v());
                 copies_wait<0>();
                 __syncthreads();
                 auto copy_k = [&](u32 offset) {
@@ -196,7 +199,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const __grid_const
             copies_wait<0>();
             __syncthreads();
             if (V_STAGES == 1) {
-                if (agreed(now.tile < desk.whole)) copy_keys<HEAD_DIM_V>(to_v, to_v_other, desk.v, Rows<HEAD_DIM_V>(block, now.tile), (int)block.v.row, block.dim_v);
+                if (agreed(now.tile < desk.whole)) copy_keys<HEAD_DIM_V>(to_v, to_v_other, desk.v, Rows<HEAD_DIM_V>(block, now.tile, seat_v()), (int)block.v.row, block.dim_v);
                 else ask_values(smem, block, desk, now.tile, 0);
                 copies_commit();
             }
@@ -207,8 +210,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const __grid_const
                 const int bit = 31 - __clz(rest);
                 next = {glance.z + bit, 1u << bit};
                 const u32 to = (1 - stage) * K_BYTES, to_value = (1 - stage) * V_BYTES;
-                const Rows<HEAD_DIM> keys(block, next.tile);
-                const Rows<HEAD_DIM_V> values(block, next.tile);
+                const Rows<HEAD_DIM> keys(block, next.tile, seat_k());
+                const Rows<HEAD_DIM_V> values(block, next.tile, seat_v());
                 copy_keys(to_k + to, to_k_other + to, desk.k, keys, (int)block.k.row, block.d);
                 if (V_STAGES == 2) copy_keys(to_v + to_value, to_v_other + to_value, desk.v, values, (int)block.v.row, block.dim_v);
                 if (BENT) copy_positions(smem + POSITIONS_SMEM + (1 - stage) * (TILE_K * 4), block, next.tile);

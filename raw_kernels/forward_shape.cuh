@@ -18,7 +18,7 @@
 #define BENT (BURST_SOFTCAP || BURST_ALIBI) /* a score is not just a scaled product */
 
 constexpr bool SPARE = Q_IN_REGISTERS; /* narrow heads: the main loop leaves registers to spare */
-constexpr bool KEEPS_SPAN = SPARE || TILE_Q / WARPS == 16; /* what a lane's row sees stays in registers: there are two for it */
+constexpr bool KEEPS_SPAN = SPARE || TILE_Q / WARPS == 16; /* what a lane's row sees, and a thread's seat, stay in registers: there are four for it */
 constexpr bool KEEPS = KEEPS_ROWS && !SORTED;
 constexpr int THREADS = 32 * WARPS;
 constexpr int WARP_ROWS = TILE_Q / WARPS;
@@ -227,13 +227,22 @@ template <int DIM> DEVICE const char *share_of(const char *rows, int distance, i
     return stepped(rows + Share<DIM>::piece(thread) * 16, first + Share<DIM>::row(thread), distance);
 }
 
-/* The rows of a tile of keys that this thread copies: of the keys at its places. */
+/* The part of any tile of keys that a thread copies. */
+struct Seat {
+    int row;   /* its first one */
+    int piece; /* in bytes from the row's start */
+};
+
+template <int DIM> DEVICE Seat seat_of(u32 thread) { return {Share<DIM>::row(thread), Share<DIM>::piece(thread) * 16}; }
+
+/* The rows of a tile of keys that a thread copies: of the keys at its places. */
 template <int DIM> struct Rows {
     int key[TILE_K / Share<DIM>::PASS];
+    int piece;
 
-    DEVICE_MEMBER Rows(const Block &block, int tile)
+    DEVICE_MEMBER Rows(const Block &block, int tile, Seat seat) : piece(seat.piece)
     {
-        const int place = tile * TILE_K + Share<DIM>::row(thread_index());
+        const int place = tile * TILE_K + seat.row;
         UNROLL for (int i = 0; i < TILE_K / Share<DIM>::PASS; i++)
             key[i] = SORTED ? block.keys[place + i * Share<DIM>::PASS] : place + i * Share<DIM>::PASS;
     }
@@ -244,7 +253,7 @@ template <int DIM> DEVICE void copy_keys(u32 to, u32 to_other, const char *from,
 {
     typedef Pages<DIM> P;
     typedef Share<DIM> S;
-    from += S::piece(thread_index()) * 16;
+    from += rows.piece;
     if (SORTED)
         UNROLL for (int i = 0; i < TILE_K / S::PASS; i++)
             copy_row<DIM, 0>(to + i * (S::PASS * P::ROW), to_other + i * (S::PASS * P::ROW), stepped(from, rows.key[i], distance), columns);

@@ -272,38 +272,40 @@ FAULTS = {
     "Q overwritten before it is read": ("forward_state.cuh", "(16 * P::ROW));\n    __syncthreads();", "(16 * P::ROW));", 64, "both"),
     "a key too many above": ("forward_mask.cuh", "first), above(span.y, first));", "first), above(span.y, first) + 1);", 64, "second"),
     "a key too few below": ("forward_mask.cuh", "outside(above(span.x, first),", "outside(above(span.x, first) + 1,", 64, "second"),
-    "a key too many before a position": ("survey.cu", "block.pos[middle] < x", "block.pos[middle] <= x", 64, "striped"),
-    "one interval in numbers of keys, the other in positions": ("survey.cu", "hi = keys_before(block, hi);", "hi = hi;", 64, "striped"),
-    "a key too many of any positions": ("forward_mask.cuh", "(u32)span.x < width)", "(u32)span.x <= width)", 64, "shuffled"),
-    "a key that is not there": ("forward_mask.cuh", "(1u << left) - 1", "(2u << left) - 1", 64, "shuffled"),
-    "a tail too long": ("forward_mask.cuh", "min(above(span.y, extent.x), (u32)count)", "above(span.y, extent.x)", 64, "chunks"),
+    "a key too many before a position": ("survey.cu", "[middle] : middle] < x", "[middle] : middle] <= x", 64, "striped"),
+    "one interval in places of keys, the other in positions": ("survey.cu", "hi = place_of(block, block.keys, hi, 0, block.rows_k);", "", 64, "striped"),
+    "a row that sees beyond the last key": ("survey.cu", "hi, 0, block.rows_k);", "hi, 0, block.rows_k) + 1;", 64, "narrow"),
+    "places found among unsorted keys": ("survey.cu", "block.keys, lo", "nullptr, lo", 64, "shuffled"),
+    "keys of a step of sorting not moved": ("survey.cu", "to[target] = key", "to[place] = key", 64, "shuffled"),
+    "places for keys in a sorted tile": ("forward_shape.cuh", "SORTED ? block.keys[place", "false ? block.keys[place", 64, "shuffled"),
+    "places for keys in a sorted tail": ("forward.cu", "SORTED ? block.keys : nullptr", "nullptr", 64, "shuffled"),
+    "the rows of a sorted tile by steps": ("forward_shape.cuh", "    if (SORTED)\n", "    if (false)\n", 64, "shuffled"),
+    "rows of the tile before in the main loop": ("forward.cu", "keys(block, own_desk().lowest + ahead - 1)", "keys(block, own_desk().lowest + ahead)", 64, "reversed"),
+    "V's rows of the tile before in the main loop": (
+        "forward.cu", "values(block, own_desk().lowest + ahead + 1 - V_STAGES)", "values(block, own_desk().lowest + ahead)", 64, "reversed"),
+    "positions of other keys under ALiBi": ("forward_shape.cuh", "(SORTED ? block.keys[row] : row)", "row", 64, "bent"),
     "a neighbour's bits": ("forward_mask.cuh", "2 * i - 2 * quarter", "2 * i - 2 * quarter + 1", 64, "narrow"),
     "a cut tile twice": ("forward_shape.cuh", "desk.quick = desk.cut = 0", "desk.quick = 0", 64, "both"),
-    "a turned tile taken for ascending": ("survey.cu", "pos <= block.pos[row + 1]", "true", 64, "turned"),
-    "a turned tile taken for a run": ("survey.cu", "!__all_sync(~0u, run)", "false", 64, "turned"),
-    "tiles that fall taken for a run": ("survey.cu", "rises &= row + 1", "rises &= i + 1 == block.tile_k || row + 1", 64, "fallen"),
     "no rescaling of out": ("forward_tile.cuh", "state.out_frag[slab][n][2 * h] *= shrink;", ";", 64, "both"),
     "no rescaling of the sum": ("forward_tile.cuh", "fmaf(state.sum[slab][h], shrink, sum)", "state.sum[slab][h] + sum", 64, "both"),
     "no guard": ("forward_tile.cuh", "!(worst <= GUARD)", "false", 64, "long"),
-    "a row too many": ("forward_shape.cuh", "* S::PASS < count &&", "* S::PASS <= count &&", 64, "both"),
+    "a row too many": ("forward_shape.cuh", "there = place < count", "there = place <= count", 64, "both"),
     "a whole sum from each of four lanes": ("forward_state.cuh", "weight * .25f", "weight", 64, "both"),
 }  # fmt: skip
 
 
 STRIPED = np.concatenate([np.arange(r, 300, 4) for r in range(4)])
 SHUFFLED = np.random.default_rng(3).permutation(130)
-TURNED = np.concatenate([np.arange(64)[::-1], np.arange(64, 130)])  # positions of the first tile descend
-FALLEN = np.concatenate([np.arange(64, 128), np.arange(64), [128, 129]])  # those of each tile ascend, not so those of all
-CHUNKS = np.concatenate([np.arange(60, 124), np.arange(60), np.arange(124, 130)])  # consecutive tiles that do not ascend; rows see beyond tails
+FALLEN = np.concatenate([np.arange(64, 128), np.arange(64), [128, 129]])  # positions of each tile ascend, not so those of all
 FAULT_CASES = {
     "long": ((1, 130, 600, 1, 1), {"gain": 12.0, "change": growing}),
     "narrow": ((1, 130, 130, 1, 1), {"window": (4, 0)}),
     "striped": ((1, 130, 300, 1, 1), {"window": (9, 0), "order_k": STRIPED, "cuts": (75, 150, 225)}),
     "shuffled": ((1, 130, 130, 1, 1), {"window": (9, 3), "order_k": SHUFFLED, "cuts": (50,)}),
     "second": ((1, 130, 130, 1, 1), {"window": (40, 40), "cuts": (64,)}),  # cut tiles of rows that have seen others
-    "turned": ((1, 130, 130, 1, 1), {"causal": True, "order_k": TURNED}),
     "fallen": ((1, 130, 130, 1, 1), {"causal": True, "order_k": FALLEN}),
-    "chunks": ((1, 130, 130, 1, 1), {"window": (40, 40), "order_k": CHUNKS, "cuts": (70,)}),
+    "reversed": ((1, 130, 450, 1, 1), {"window": (280, 120), "order_k": np.arange(450)[::-1]}),  # runs of full tiles, sorted
+    "bent": ((1, 130, 130, 2, 1), {"alibi_slopes": slopes(2), "causal": True, "order_k": SHUFFLED}),
     "both": ((1, 130, 450, 1, 1), {"gain": 12.0, "change": growing, "window": (280, 120), "cuts": (400,)}),
 }
 
