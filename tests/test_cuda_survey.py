@@ -34,7 +34,7 @@ def survey(lo, hi, pos, queries, spans=False):
     keys = None
     if spans:
         backend._sort(block, room)
-        (keys,) = (cupy.asnumpy(x) for x in room["keys"] if x.data.ptr == int(block["keys"]))
+        (keys,) = (cupy.asnumpy(x) for x in (room["keys"], room["keys_before"]) if x.data.ptr == int(block["keys"]))
     backend._survey(block, room, queries=queries)
     get = cupy.asnumpy
     return get(room["reach"]), get(room["extent"]), get(room["order"][: tiles_q if queries else tiles_k]), get(room["spans"]), keys

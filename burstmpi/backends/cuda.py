@@ -105,7 +105,8 @@ class CudaBackend(GpuMemory, PlainVerbs):
         room.add("reach", (tiles_q, 4), np.int32)
         room.add("extent", (tiles_k, 2), np.int32)
         room.add("spans", (rows_q * kernel.spans, 2), np.int32)
-        room.add("keys", (2, rows_k * kernel.spans), np.int32)
+        room.add("keys", (rows_k * kernel.spans,), np.int32)
+        room.add("keys_before", (rows_k * kernel.spans,), np.int32)  # a step of sorting
         room.add("order", (max(tiles_q, tiles_k),), np.int32)
         room.add("weights", (max(tiles_q, tiles_k),), np.int32)
         room.add("slopes", (slopes,), np.uint8)
@@ -274,7 +275,7 @@ class CudaBackend(GpuMemory, PlainVerbs):
     def _sort(self, block, room) -> None:
         """The keys in the order of their positions, for a kernel with spans: see raw_kernels/sight.cuh."""
         kernel, rows, width = self._modules.kernel("survey", "survey_sort"), int(block["rows_k"]), 1
-        target, source = room["keys"]
+        target, source = room["keys"], room["keys_before"]
         while width == 1 or width < rows:
             target, source = source, target
             kernel((_ceil(rows, 32 * SURVEY_WARPS),), (32 * SURVEY_WARPS,), (block, source, target, np.int32(width)))
