@@ -23,6 +23,9 @@
  * constants in addresses.  All else goes through the other one: cut tiles, the first tile, the last of a run.  A warp that sees
  * nothing of a cut tile skips it.  One stage of V: V is asked for when its tile begins and awaited after S.
  *
+ * Keys are taken in the order of their positions, so that what a row sees is a run of them (sight.cuh).  SORTED, a variant of its own: where
+ * they do not lie in that order, the key at each place comes from Block.keys, and the copies take its row.  Nothing else differs.
+ *
  * splits > 1: the tiles of keys are cut into parts, each a block of threads that starts from nothing and leaves a partial
  * state in Block.work (forward_state.cuh); forward_merge joins them and the running state, in a fixed order.
  */
@@ -154,17 +157,24 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const __grid_const
             int ahead = run_below(desk, now.tile); /* tiles of the run that are not asked for yet */
             /* wait for the tile in `stage`, and ask for the next one */
             auto turn = [&](int stage) {
+                /* asked for before the wait: the copies need them */
                 const Rows<HEAD_DIM> keys(block, own_desk().lowest + ahead - 1, seat_k());
                 const Rows<HEAD_DIM_V> values(block, own_desk().lowest + ahead + 1 - V_STAGES, seat_v());
                 copies_wait<0>();
                 __syncthreads();
+                if (!KEEPS_ROWS) {
+                    const Desk &desk = own_desk();
+                    const int next = desk.lowest + ahead - 1;
+                    from_k = share_of<HEAD_DIM>(desk.k, (int)block.k.row, next * TILE_K, thread_index());
+                    from_v = share_of<HEAD_DIM_V>(desk.v, (int)block.v.row, (next + 2 - V_STAGES) * TILE_K, thread_index());
+                }
                 auto copy_k = [&](u32 offset) {
-                    if (KEEPS) copy_tile<HEAD_DIM>(to_k + offset, to_k_other + offset, from_k, step_k, block.d);
-                    else copy_keys(to_k + offset, to_k_other + offset, own_desk().k, keys, (int)block.k.row, block.d);
+                    if (SORTED) copy_keys(to_k + offset, to_k_other + offset, own_desk().k, keys, (int)block.k.row, block.d);
+                    else copy_tile<HEAD_DIM>(to_k + offset, to_k_other + offset, from_k, step_k, block.d);
                 };
                 auto copy_v = [&](u32 offset) {
-                    if (KEEPS) copy_tile<HEAD_DIM_V>(to_v + offset, to_v_other + offset, from_v, step_v, block.dim_v);
-                    else copy_keys(to_v + offset, to_v_other + offset, own_desk().v, values, (int)block.v.row, block.dim_v);
+                    if (SORTED) copy_keys(to_v + offset, to_v_other + offset, own_desk().v, values, (int)block.v.row, block.dim_v);
+                    else copy_tile<HEAD_DIM_V>(to_v + offset, to_v_other + offset, from_v, step_v, block.dim_v);
                 };
                 if (V_STAGES == 1) {
                     copy_v(0);
@@ -173,7 +183,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const __grid_const
                 copy_k((1 - stage) * K_BYTES);
                 if (V_STAGES == 2) copy_v((1 - stage) * V_BYTES);
                 copies_commit();
-                if (KEEPS) from_k -= (Step)block.k.row * TILE_K, from_v -= (Step)block.v.row * TILE_K;
+                if (KEEPS_ROWS) from_k -= (Step)block.k.row * TILE_K, from_v -= (Step)block.v.row * TILE_K;
                 ahead--;
             };
             const Hidden none = {};

@@ -19,7 +19,6 @@
 
 constexpr bool SPARE = Q_IN_REGISTERS; /* narrow heads: the main loop leaves registers to spare */
 constexpr bool KEEPS_SPAN = SPARE || TILE_Q / WARPS == 16; /* what a lane's row sees, and a thread's seat, stay in registers: there are four for it */
-constexpr bool KEEPS = KEEPS_ROWS && !SORTED;
 constexpr int THREADS = 32 * WARPS;
 constexpr int WARP_ROWS = TILE_Q / WARPS;
 constexpr int SLABS = WARP_ROWS / 16;       /* m16 slabs of a warp */

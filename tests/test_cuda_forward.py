@@ -287,9 +287,8 @@ FAULTS = {
     "places for keys in a sorted tile": ("forward_shape.cuh", "SORTED ? block.keys[place", "false ? block.keys[place", 64, "shuffled"),
     "places for keys in a sorted tail": ("forward.cu", "SORTED ? block.keys : nullptr", "nullptr", 64, "shuffled"),
     "the rows of a sorted tile by steps": ("forward_shape.cuh", "    if (SORTED)\n", "    if (false)\n", 64, "shuffled"),
-    "rows of the tile before in the main loop": ("forward.cu", "keys(block, own_desk().lowest + ahead - 1)", "keys(block, own_desk().lowest + ahead)", 64, "reversed"),
-    "V's rows of the tile before in the main loop": (
-        "forward.cu", "values(block, own_desk().lowest + ahead + 1 - V_STAGES)", "values(block, own_desk().lowest + ahead)", 64, "reversed"),
+    "rows of the tile before in the main loop": ("forward.cu", "lowest + ahead - 1, seat_k()", "lowest + ahead, seat_k()", 64, "reversed"),
+    "V's rows of the tile before in the main loop": ("forward.cu", "ahead + 1 - V_STAGES, seat_v()", "ahead, seat_v()", 64, "reversed"),
     "positions of other keys under ALiBi": ("forward_shape.cuh", "(SORTED ? block.keys[row] : row)", "row", 64, "bent"),
     "a neighbour's bits": ("forward_mask.cuh", "2 * i - 2 * quarter", "2 * i - 2 * quarter + 1", 64, "narrow"),
     "a cut tile twice": ("forward_shape.cuh", "desk.quick = desk.cut = 0", "desk.quick = 0", 64, "both"),
