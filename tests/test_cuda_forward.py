@@ -253,8 +253,8 @@ def test_what_the_compiler_made_of_it(kernels, dtype, arch, d, dv):
         if arch in ("80", "90") and d in (64, 128):
             assert kernels.bound(kernels.modelled(arch, figures.full)) == "tensor"
     assert plain.full.x_without_nops <= LIMITS.get((arch, d), 5.0)
-    # the key at each place is asked for, and each row's address made anew: 32 instructions of each of the two tiles at most
-    assert len(ordered.full.body) - len(plain.full.body) <= 64
+    # the key at each place is asked for, and each row's address made anew: 40 instructions of each of the two tiles at most
+    assert len(ordered.full.body) - len(plain.full.body) <= 80
 
 
 @pytest.mark.parametrize("d", (64, 128))
