@@ -6,7 +6,8 @@
     python benchmarks/kernels.py --machine               # only these: bank conflicts, sectors, bytes, errors
     python benchmarks/kernels.py --gpu                   # times on the GPU at hand, beside its peak, PyTorch and flash_attn
 
-float16 and bfloat16: x, other instructions per HMMA on the hot path of the loop of full tiles (sass.py), and of the loop that masks;
+float16 and bfloat16: x, other instructions per HMMA on the hot path of the loop of full tiles (sass.py), and of the loop that masks, and
+what the latter is of the former; "forward-sorted" is the variant for keys that are out of order, its ratio that to the plain one's full tiles;
 "fill" are instructions of that loop that do nothing (NOP, or a predicate that is never true), which x counts but for NOPs;
 cycles of a trip for a warp and its quarter of a multiprocessor, by what it uses:
 
@@ -101,10 +102,10 @@ class Figures:
     occupancy: int
 
 
-def figures(direction: str, arch: str, dtype: str, d: int, dv: int | None = None) -> Figures:
+def figures(direction: str, arch: str, dtype: str, d: int, dv: int | None = None, **defines) -> Figures:
     """Compile an entry of the table and read its SASS."""
     kernel = tiles.kernel(direction, arch, dtype, d, dv or d)
-    cubin = sass.compiled(kernel, arch)
+    cubin = sass.compiled(kernel, arch, **defines)
     listing = cubin.kernel(direction)
     loops = LOOPS[direction](kernel, arch)
     found = {name: listing.hot_path(loop.hmma, least=loop.least) for name, loop in loops.items()}
@@ -136,13 +137,17 @@ def table(archs, dims, dtypes, directions) -> None:
                 for dtype in dtypes:
                     if arch == "75" and dtype == "bfloat16":
                         continue
-                    f = figures(direction, arch, dtype, d, dv)
-                    model = modelled(arch, f.full)
-                    cut = f.cut.x if f.cut else float("nan")
-                    row = (direction, arch, dtype, d if d == dv else f"{d}/{dv}", f.full.x_without_nops, cut, cut / f.full.x, f.full.local,
-                           f.listing.registers, f.listing.stack, f.occupancy, f.full.nops, f.full.fillers, f.seconds)  # fmt: skip
-                    text = ", ".join(f"{name} {value:.0f}" for name, value in model.items())
-                    print("%-16s %4s %-9s %7s %6.3f %6.3f %6.2f %8d %5d %6d %7d %4d %4d %5.1f  %s: %s" % (*row, text, bound(model)), flush=True)
+                    plain = figures(direction, arch, dtype, d, dv)
+                    found = {direction: plain}
+                    if direction == "forward":
+                        found["forward-sorted"] = figures(direction, arch, dtype, d, dv, SORTED=1)
+                    for name, f in found.items():
+                        model = modelled(arch, f.full)
+                        cut = f.cut.x if f.cut else float("nan")
+                        row = (name, arch, dtype, d if d == dv else f"{d}/{dv}", f.full.x_without_nops, cut, cut / plain.full.x, f.full.local,
+                               f.listing.registers, f.listing.stack, f.occupancy, f.full.nops, f.full.fillers, f.seconds)  # fmt: skip
+                        text = ", ".join(f"{name} {value:.0f}" for name, value in model.items())
+                        print("%-16s %4s %-9s %7s %6.3f %6.3f %6.2f %8d %5d %6d %7d %4d %4d %5.1f  %s: %s" % (*row, text, bound(model)), flush=True)
 
 
 def beside_flash(archs, directions) -> None:

@@ -123,7 +123,7 @@ def ours(cupy, case: Case, *, deterministic=False, seed=0):
     dims = Dims(case.batch, case.heads, case.kv_heads, case.d, case.d, dtype, acc)
     order = np.arange(case.rows)
     scores = case.rules.scores(case.d)
-    sight = Sight(*(cupy.asarray(np.ascontiguousarray(x, np.int32)) for x in (*case.rules.intervals(order, case.rows, case.rows), order)))
+    sight = Sight(*(cupy.asarray(np.ascontiguousarray(x, np.int32)) for x in (*case.rules.intervals(order, case.rows, case.rows), order)), ascending=True)
     nbytes = max(backend.scratch_bytes(dims, scores, case.rows, case.rows, way) for way in (False, True))
     work = Work(sight, scores, backend.allocate(nbytes))
     last = state if dtype == acc else out

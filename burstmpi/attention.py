@@ -361,7 +361,8 @@ class BurstAttention:
 
         def visit(step, parcel, _):
             keys, values = (k, v) if step.index == 0 else plan.open(parcel, "kv", step.guest)
-            sight = Sight(at, lo, hi, plan.key_positions(step.guest, room, ring.progress))
+            pos = plan.key_positions(step.guest, room, ring.progress)
+            sight = Sight(at, lo, hi, pos, plan.where_k.ascending[step.guest])
             work = Work(sight, plan.scores, room["scratch"], ring.progress, tally)
             last = step.index == busy[-1] and state is not out
             first = step.index == busy[0]

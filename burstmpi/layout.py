@@ -53,6 +53,11 @@ class Placement:
             return [len(positions) for positions in self.given]
         return [sum(count for _, count, _ in runs) for runs in self.runs]
 
+    @cached_property
+    def ascending(self) -> list[bool]:
+        """Whether the positions of each rank's rows ascend."""
+        return [bool((positions[:-1] <= positions[1:]).all()) for positions in map(self.positions, range(self.size))]
+
     def positions(self, rank: int, out=None) -> np.ndarray:
         """Write the global positions of a rank's rows, [rows] int32, in the order of its rows."""
         if self.runs is None:

@@ -48,6 +48,7 @@ class Sight:
     lo: np.ndarray  # [rows_q] int32
     hi: np.ndarray  # [rows_q] int32
     pos: np.ndarray  # [rows_k] int32, global positions of the keys
+    ascending: bool = False  # whether pos is known never to fall: a GPU need not sort the keys then
 
 
 @dataclass(frozen=True)

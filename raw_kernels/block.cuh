@@ -63,7 +63,8 @@ struct Block {
     const int *pos;  /* [rows_k] */
     int4 *reach;     /* [tiles_q] of a tile of queries, by survey.cu: see sight.cuh */
     int2 *extent;    /* [tiles_k] of a tile of keys, by survey.cu: see sight.cuh */
-    int2 *spans;     /* [rows_q] what a query sees, in numbers of keys, by survey.cu; 0 where the kernel reads lo and hi itself */
+    int2 *spans;     /* [rows_q] what a query sees, in places of keys, by survey.cu; 0 where the kernel reads lo and hi itself: see sight.cuh */
+    const int *keys; /* [rows_k] the key at each place, by survey.cu; 0 where positions ascend: it is the place's own number */
     int *order;      /* [tiles_q] (forward) or [tiles_k] (backward): the tiles, heaviest first, by survey.cu */
     const REAL *slopes;  /* [heads], where ALIBI */
     char *work;      /* room of the kernel family, see each .cu */

@@ -23,6 +23,9 @@
  * constants in addresses.  All else goes through the other one: cut tiles, the first tile, the last of a run.  A warp that sees
  * nothing of a cut tile skips it.  One stage of V: V is asked for when its tile begins and awaited after S.
  *
+ * Keys are taken in the order of their positions, so that what a row sees is a run of them (sight.cuh).  SORTED, a variant of its own: where
+ * they do not lie in that order, the key at each place comes from Block.keys, and the copies take its row.  Nothing else differs.
+ *
  * splits > 1: the tiles of keys are cut into parts, each a block of threads that starts from nothing and leaves a partial
  * state in Block.work (forward_state.cuh); forward_merge joins them and the running state, in a fixed order.
  */
@@ -36,24 +39,21 @@ DEVICE bool near(i64 row)
 }
 
 /* A tile of K, or of V, into shared memory: any tile, whole or not. */
-template <int DIM> DEVICE void ask_rows(u32 to, const char *rows, i64 distance, int tile, int whole, int count, int columns)
+template <int DIM> DEVICE void ask_rows(u32 to, const Block &block, const char *rows, i64 distance, int tile, int whole, int columns)
 {
-    const u32 thread = thread_index();
-    if (agreed(tile < whole))
-        copy_tile<DIM>(to + Share<DIM>::target(thread), (to + Share<DIM>::target(thread)) ^ 64,
-                       share_of<DIM>(rows, (int)distance, tile * TILE_K, thread), (int)distance * Share<DIM>::PASS, columns);
-    else
-        copy_rows<DIM, TILE_K>(to, rows, distance, tile * TILE_K, count, columns);
+    const u32 target = to + Share<DIM>::target(thread_index());
+    if (agreed(tile < whole)) copy_keys<DIM>(target, target ^ 64, rows, Rows<DIM>(block, tile, seat_of<DIM>(thread_index())), (int)distance, columns);
+    else copy_rows<DIM, TILE_K>(to, rows, distance, SORTED ? block.keys : nullptr, tile * TILE_K, block.rows_k, columns);
 }
 
 DEVICE void ask_keys(u32 smem, const Block &block, const Desk &desk, int tile, int stage)
 {
-    ask_rows<HEAD_DIM>(smem + K_SMEM + stage * K_BYTES, desk.k, block.k.row, tile, desk.whole, block.rows_k, block.d);
+    ask_rows<HEAD_DIM>(smem + K_SMEM + stage * K_BYTES, block, desk.k, block.k.row, tile, desk.whole, block.d);
 }
 
 DEVICE void ask_values(u32 smem, const Block &block, const Desk &desk, int tile, int stage)
 {
-    ask_rows<HEAD_DIM_V>(smem + V_SMEM + stage * V_BYTES, desk.v, block.v.row, tile, desk.whole, block.rows_k, block.dim_v);
+    ask_rows<HEAD_DIM_V>(smem + V_SMEM + stage * V_BYTES, block, desk.v, block.v.row, tile, desk.whole, block.dim_v);
 }
 
 /* K of a tile (and V, where it has two stages), and positions where scores need them, into a stage. */
@@ -73,7 +73,7 @@ DEVICE bool all_seen(const State &state, Desk &desk)
     UNROLL for (int slab = 0; slab < SLABS; slab++)
         most = fmaxf(most, fmaxf(state.minus_m[slab][0], state.minus_m[slab][1]));
     if (agreed(most == INFINITE)) return false;
-    if (thread_index() % 32 == 0) desk.seen = 1, desk.plain = desk.runs & ~desk.hidden;
+    if (thread_index() % 32 == 0) desk.seen = 1, desk.plain = ~desk.hidden;
     __syncwarp();
     return true;
 }
@@ -142,6 +142,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const __grid_const
     const bool alike = PagesK::ROW == PagesV::ROW && Share<HEAD_DIM>::HALVES == Share<HEAD_DIM_V>::HALVES;
     const u32 to_v = alike ? to_k + V_SMEM - K_SMEM : opaque(smem + V_SMEM + Share<HEAD_DIM_V>::target(threadIdx.x));
     const u32 to_v_other = alike ? to_k_other + V_SMEM - K_SMEM : opaque(to_v ^ 64);
+    const int kept_row = opaque(Share<HEAD_DIM>::row(threadIdx.x)), kept_piece = opaque(Share<HEAD_DIM>::piece(threadIdx.x) * 16);
+    auto seat_k = [&] { return KEEPS_SPAN ? Seat{kept_row, kept_piece} : seat_of<HEAD_DIM>(thread_index()); };
+    auto seat_v = [&] { return KEEPS_SPAN && alike ? Seat{kept_row, kept_piece} : seat_of<HEAD_DIM_V>(thread_index()); };
     NO_UNROLL while (agreed(now.tile >= 0)) {
 #if !BENT
         if (Desk &desk = own_desk(); agreed(!now.one) && agreed(stage == 0 && desk.started && desk.whole)) {
@@ -154,6 +157,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const __grid_const
             int ahead = run_below(desk, now.tile); /* tiles of the run that are not asked for yet */
             /* wait for the tile in `stage`, and ask for the next one */
             auto turn = [&](int stage) {
+                /* asked for before the wait: the copies need them */
+                const Rows<HEAD_DIM> keys(block, own_desk().lowest + ahead - 1, seat_k());
+                const Rows<HEAD_DIM_V> values(block, own_desk().lowest + ahead + 1 - V_STAGES, seat_v());
                 copies_wait<0>();
                 __syncthreads();
                 if (!KEEPS_ROWS) {
@@ -162,12 +168,20 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const __grid_const
                     from_k = share_of<HEAD_DIM>(desk.k, (int)block.k.row, next * TILE_K, thread_index());
                     from_v = share_of<HEAD_DIM_V>(desk.v, (int)block.v.row, (next + 2 - V_STAGES) * TILE_K, thread_index());
                 }
+                auto copy_k = [&](u32 offset) {
+                    if (SORTED) copy_keys(to_k + offset, to_k_other + offset, own_desk().k, keys, (int)block.k.row, block.d);
+                    else copy_tile<HEAD_DIM>(to_k + offset, to_k_other + offset, from_k, step_k, block.d);
+                };
+                auto copy_v = [&](u32 offset) {
+                    if (SORTED) copy_keys(to_v + offset, to_v_other + offset, own_desk().v, values, (int)block.v.row, block.dim_v);
+                    else copy_tile<HEAD_DIM_V>(to_v + offset, to_v_other + offset, from_v, step_v, block.dim_v);
+                };
                 if (V_STAGES == 1) {
-                    copy_tile<HEAD_DIM_V>(to_v, to_v_other, from_v, step_v, block.dim_v);
+                    copy_v(0);
                     copies_commit();
                 }
-                copy_tile<HEAD_DIM>(to_k + (1 - stage) * K_BYTES, to_k_other + (1 - stage) * K_BYTES, from_k, step_k, block.d);
-                if (V_STAGES == 2) copy_tile<HEAD_DIM_V>(to_v + (1 - stage) * V_BYTES, to_v_other + (1 - stage) * V_BYTES, from_v, step_v, block.dim_v);
+                copy_k((1 - stage) * K_BYTES);
+                if (V_STAGES == 2) copy_v((1 - stage) * V_BYTES);
                 copies_commit();
                 if (KEEPS_ROWS) from_k -= (Step)block.k.row * TILE_K, from_v -= (Step)block.v.row * TILE_K;
                 ahead--;
@@ -190,16 +204,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const __grid_const
         /* ---------------- any tile: cut, not whole, the first one */
         Desk &desk = own_desk();
         NO_UNROLL do {
-            const int first = block.extent[now.tile].x; /* position of its first key, where they are consecutive */
+            const int first = now.tile * TILE_K;
             const int2 span = KEEPS_SPAN ? kept : lane_span(block, desk.item.tile);
             copies_wait<0>();
             __syncthreads();
             if (V_STAGES == 1) {
-                if (agreed(now.tile < desk.whole))
-                    copy_tile<HEAD_DIM_V>(to_v, to_v_other, share_of<HEAD_DIM_V>(desk.v, (int)block.v.row, now.tile * TILE_K, thread_index()),
-                                          (int)block.v.row * Share<HEAD_DIM_V>::PASS, block.dim_v);
-                else
-                    copy_rows<HEAD_DIM_V, TILE_K>(smem + V_SMEM, desk.v, block.v.row, now.tile * TILE_K, block.rows_k, block.dim_v);
+                if (agreed(now.tile < desk.whole)) copy_keys<HEAD_DIM_V>(to_v, to_v_other, desk.v, Rows<HEAD_DIM_V>(block, now.tile, seat_v()), (int)block.v.row, block.dim_v);
+                else ask_values(smem, block, desk, now.tile, 0);
                 copies_commit();
             }
             const int4 glance = *(const int4 *)&desk; /* quick, plain, window, hidden */
@@ -208,13 +219,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const __grid_const
             if (agreed(rest)) {
                 const int bit = 31 - __clz(rest);
                 next = {glance.z + bit, 1u << bit};
-                const u32 thread = thread_index(), to = (1 - stage) * K_BYTES, to_value = (1 - stage) * V_BYTES;
-                copy_tile<HEAD_DIM>(to_k + to, to_k_other + to, share_of<HEAD_DIM>(desk.k, (int)block.k.row, next.tile * TILE_K, thread),
-                                    (int)block.k.row * Share<HEAD_DIM>::PASS, block.d);
-                if (V_STAGES == 2)
-                    copy_tile<HEAD_DIM_V>(to_v + to_value, to_v_other + to_value,
-                                          share_of<HEAD_DIM_V>(desk.v, (int)block.v.row, next.tile * TILE_K, thread),
-                                          (int)block.v.row * Share<HEAD_DIM_V>::PASS, block.dim_v);
+                const u32 to = (1 - stage) * K_BYTES, to_value = (1 - stage) * V_BYTES;
+                const Rows<HEAD_DIM> keys(block, next.tile, seat_k());
+                const Rows<HEAD_DIM_V> values(block, next.tile, seat_v());
+                copy_keys(to_k + to, to_k_other + to, desk.k, keys, (int)block.k.row, block.d);
+                if (V_STAGES == 2) copy_keys(to_v + to_value, to_v_other + to_value, desk.v, values, (int)block.v.row, block.dim_v);
                 if (BENT) copy_positions(smem + POSITIONS_SMEM + (1 - stage) * (TILE_K * 4), block, next.tile);
             } else {
                 end_quick(desk);
@@ -225,10 +234,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const __grid_const
             const int offset_k = stage * K_BYTES, offset_v = V_STAGES == 2 ? stage * V_BYTES : 0;
             await_values(); /* by all warps at one place, whatever each does then */
             Hidden hidden = {};
-            if (agreed(now.one & glance.y)) hidden = gather(columns_of_run(span, first));
+            if (agreed(now.one & glance.y)) hidden = gather(columns_of(span, first));
             else {
                 if (agreed(now.one & glance.w)) goto done;
-                if (agreed(now.one)) hidden = gather(columns_of_any(block, span, now.tile));
+                if (agreed(now.one)) hidden = gather(columns_of(span, first));
                 if (BENT || !all_seen(state, desk)) goto classic;
             }
             if (!BENT && take_tile<true>(state, at, offset_k, offset_v, c, hidden)) goto done;

@@ -4,9 +4,8 @@
  *   a quad         the four lanes of a fragment's rows swap them                       shuffles
  *   a thread       the bits of its own scores: a byte for each n8 tile of S            R2P makes 7 predicates of a byte
  *
- * Where the positions of a tile are consecutive, the keys that a row sees are a run of columns: two shifts.  So they are
- * wherever the positions of all keys ascend, as in contiguous, zigzag and striped layouts: survey.cu puts the keys' numbers
- * in their place (sight.cuh).  Any other positions need a comparison for each pair.
+ * Keys come in the order of their positions, and spans are told in places of that order (sight.cuh): those that a row sees are
+ * a run of columns, two shifts.
  */
 #ifndef BURST_FORWARD_MASK_CUH
 #define BURST_FORWARD_MASK_CUH
@@ -57,41 +56,11 @@ DEVICE Columns outside(u32 a, u32 b)
     return columns;
 }
 
-/* How far x lies above `first`: exact for any two numbers, as their difference is not signed. */
-DEVICE u32 above(int x, int first) { return (u32)max(x, first) - (u32)first; }
+/* How far x lies above `first`. */
+DEVICE u32 above(int x, int first) { return (u32)(max(x, first) - first); }
 
-/* A whole tile of consecutive positions. */
-DEVICE Columns columns_of_run(int2 span, int first) { return outside(above(span.x, first), above(span.y, first)); }
-
-/* Any tile. */
-DEVICE Columns columns_of_any(const Block &block, int2 span, int tile)
-{
-    const int2 extent = block.extent[tile];
-    const int count = min(TILE_K, block.rows_k - tile * TILE_K);
-    if (agreed((u32)extent.y - (u32)extent.x == (u32)count - 1)) /* consecutive; keys from `count` on are not there */
-        return outside(above(span.x, extent.x), min(above(span.y, extent.x), (u32)count));
-    const u32 lane = thread_index() % 32, width = (u32)max(span.x, span.y) - (u32)span.x;
-    constexpr int KEYS = TILE_K < 32 ? TILE_K : 32; /* of a word */
-    Columns columns;
-    UNROLL for (int word = 0; word < WORDS; word++) {
-        const int key = tile * TILE_K + 32 * word + lane;
-        int pos = 32 * word + (int)lane < count ? block.pos[key] : 0;
-        u32 seen = 0;
-        NO_UNROLL for (int i = 0; i < KEYS; i += 8) { /* 8 keys at a time, so that lanes and bits are constants */
-            UNROLL for (int j = 0; j < 8; j++) {
-                const int other = __shfl_sync(~0u, pos, j);
-                if ((u32)other - (u32)span.x < width) seen |= 1u << j; /* lo <= pos < hi */
-            }
-            seen = __funnelshift_r(seen, seen, 8);
-            pos = __shfl_sync(~0u, pos, lane + 8);
-        }
-        seen = __funnelshift_r(seen, seen, 32 - KEYS);
-        const int left = max(count - 32 * word, 0); /* keys that are there */
-        if (left < 32) seen &= (1u << left) - 1;
-        columns.word[word] = ~seen;
-    }
-    return columns;
-}
+/* A tile whose first place is `first`.  No row sees beyond the last key, so that what follows it in the tile is hidden. */
+DEVICE Columns columns_of(int2 span, int first) { return outside(above(span.x, first), above(span.y, first)); }
 
 /* Bits of a where the mask has ones, else of b; told as one instruction, or the compiler takes each field by itself. */
 DEVICE u32 chosen(u32 mask, u32 a, u32 b)

@@ -5,6 +5,7 @@
  *   Q_IN_REGISTERS       1: Q's fragments stay in registers           FULL_CHUNK, CUT_CHUNK  keys whose scores are made at a time
  *   PADDED               1: d or dim_v is less than HEAD_DIM(_V)      KEEPS_ROWS  1: the main loop keeps where rows are copied from; 0: it
  *                        finds them anew for each tile, as there are no four registers for them
+ *   SORTED               1: keys come in the order of Block.keys, not in their own
  */
 #ifndef BURST_FORWARD_SHAPE_CUH
 #define BURST_FORWARD_SHAPE_CUH
@@ -17,7 +18,7 @@
 #define BENT (BURST_SOFTCAP || BURST_ALIBI) /* a score is not just a scaled product */
 
 constexpr bool SPARE = Q_IN_REGISTERS; /* narrow heads: the main loop leaves registers to spare */
-constexpr bool KEEPS_SPAN = SPARE || TILE_Q / WARPS == 16; /* what a lane's row sees stays in registers: there are two for it */
+constexpr bool KEEPS_SPAN = SPARE || TILE_Q / WARPS == 16; /* what a lane's row sees, and a thread's seat, stay in registers: there are four for it */
 constexpr int THREADS = 32 * WARPS;
 constexpr int WARP_ROWS = TILE_Q / WARPS;
 constexpr int SLABS = WARP_ROWS / 16;       /* m16 slabs of a warp */
@@ -73,7 +74,7 @@ static_assert(SHARED <= SHARED_LIMIT, "the tile does not fit into shared memory"
 /* What a warp must know now and then, but should not keep in registers through the main loop. */
 struct Desk {
     u32 quick;         /* `cut` as it was found, or 0 where rows lie too far apart for 32 bits: cut tiles are taken from it downwards */
-    u32 plain;         /* of the tiles looked at: `runs` that are not `hidden`; 0 while some row has no reference yet */
+    u32 plain;         /* of the tiles looked at: those not `hidden`; 0 while some row has no reference yet */
     int window;        /* tiles from here on have been looked at ... */
     u32 hidden;        /* of these: this warp sees nothing of it */
     int4 reach;        /* of the warp's own rows, as in sight.cuh */
@@ -82,7 +83,6 @@ struct Desk {
     int begin;         /* first tile of keys of this split */
     int whole;         /* tiles below this one are whole; 0 where rows lie too far apart for 32 bits */
     u32 cut, full;     /* ... and these are still to be done: bit i is tile window + i */
-    u32 runs;          /* of the tiles looked at: whole, with consecutive positions */
     int lowest;        /* tile of the run of full tiles that the main loop is in */
     int started;       /* a tile has been taken in, or a state: most rows have a reference */
     int seen;          /* all rows of this warp have one */
@@ -104,11 +104,9 @@ DEVICE void look_down(const Block &block, Desk &desk)
     const Look look = look_at_keys(block, block.reach[desk.item.tile], window, end);
     const int2 extent = tile < end ? block.extent[tile] : int2{0, 0};
     const u32 hidden = __ballot_sync(~0u, !tile_visible(reach, extent));
-    const bool whole = (tile + 1) * TILE_K <= block.rows_k;
-    const u32 runs = __ballot_sync(~0u, whole && (u32)extent.y - (u32)extent.x == TILE_K - 1);
     if (lane == 0) {
         desk.window = window, desk.cut = look.cut, desk.full = look.full;
-        desk.hidden = hidden, desk.runs = runs, desk.plain = desk.seen ? runs & ~hidden : 0;
+        desk.hidden = hidden, desk.plain = desk.seen ? ~hidden : 0;
         desk.quick = desk.whole ? look.cut : 0;
     }
     __syncwarp();
@@ -228,23 +226,57 @@ template <int DIM> DEVICE const char *share_of(const char *rows, int distance, i
     return stepped(rows + Share<DIM>::piece(thread) * 16, first + Share<DIM>::row(thread), distance);
 }
 
-/* ROWS rows from `first` on, zeros where there are none, and in columns that are none.  rows: row 0. */
-template <int DIM, int ROWS> DEVICE void copy_rows(u32 to, const char *rows, i64 distance, int first, int count, int columns)
+/* The part of any tile of keys that a thread copies. */
+struct Seat {
+    int row;   /* its first one */
+    int piece; /* in bytes from the row's start */
+};
+
+template <int DIM> DEVICE Seat seat_of(u32 thread) { return {Share<DIM>::row(thread), Share<DIM>::piece(thread) * 16}; }
+
+/* The rows of a tile of keys that a thread copies: of the keys at its places. */
+template <int DIM> struct Rows {
+    int key[TILE_K / Share<DIM>::PASS];
+    int piece;
+
+    DEVICE_MEMBER Rows(const Block &block, int tile, Seat seat) : piece(seat.piece)
+    {
+        const int place = tile * TILE_K + seat.row;
+        UNROLL for (int i = 0; i < TILE_K / Share<DIM>::PASS; i++)
+            key[i] = SORTED ? block.keys[place + i * Share<DIM>::PASS] : place + i * Share<DIM>::PASS;
+    }
+};
+
+/* A whole tile of keys, its rows found anew.  from: row 0. */
+template <int DIM> DEVICE void copy_keys(u32 to, u32 to_other, const char *from, const Rows<DIM> &rows, int distance, int columns)
+{
+    typedef Pages<DIM> P;
+    typedef Share<DIM> S;
+    from += rows.piece;
+    if (SORTED)
+        UNROLL for (int i = 0; i < TILE_K / S::PASS; i++)
+            copy_row<DIM, 0>(to + i * (S::PASS * P::ROW), to_other + i * (S::PASS * P::ROW), stepped(from, rows.key[i], distance), columns);
+    else copy_tile<DIM>(to, to_other, stepped(from, rows.key[0], distance), distance * S::PASS, columns);
+}
+
+/* ROWS rows from `first` on, zeros where there are none, and in columns that are none.  rows: row 0; keys: the row at each place, 0: as they are. */
+template <int DIM, int ROWS> DEVICE void copy_rows(u32 to, const char *rows, i64 distance, const int *keys, int first, int count, int columns)
 {
     typedef Pages<DIM> P;
     typedef Share<DIM> S;
     const u32 thread = thread_index();
     const int row = S::row(thread), piece = S::piece(thread);
-    const char *from = rows + (first + row) * distance + piece * 16;
     const u32 target = to + S::target(thread);
     static_assert(ROWS % S::PASS == 0, "a tile is a whole number of passes");
-    UNROLL for (int i = 0; i < ROWS / S::PASS; i++)
+    UNROLL for (int i = 0; i < ROWS / S::PASS; i++) {
+        const int place = first + row + i * S::PASS;
+        const char *from = rows + (keys && place < count ? keys[place] : place) * distance + piece * 16;
         UNROLL for (int page = 0; page < P::COUNT; page++)
             UNROLL for (int half = 0; half < S::HALVES; half++) {
-                const bool there = first + row + i * S::PASS < count && (!PADDED || (page * P::PIECES + half * 4 + piece) * 8 < columns);
-                copy16_or_zero((target ^ half * 64) + page * (ROWS * P::ROW) + i * (S::PASS * P::ROW),
-                               from + i * S::PASS * distance + page * P::ROW + half * 64, there);
+                const bool there = place < count && (!PADDED || (page * P::PIECES + half * 4 + piece) * 8 < columns);
+                copy16_or_zero((target ^ half * 64) + page * (ROWS * P::ROW) + i * (S::PASS * P::ROW), from + page * P::ROW + half * 64, there);
             }
+    }
 }
 
 /* Positions of a tile of keys; a key that is not there is out of every query's sight. */
@@ -252,7 +284,7 @@ DEVICE void copy_positions(u32 to, const Block &block, int tile)
 {
     for (int i = thread_index(); i < TILE_K; i += THREADS) {
         const int row = tile * TILE_K + i;
-        if (row < block.rows_k) copy4(to + 4 * i, block.pos + row);
+        if (row < block.rows_k) copy4(to + 4 * i, block.pos + (SORTED ? block.keys[row] : row));
         else asm volatile("st.shared.b32 [%0], %1;" :: "r"(to + 4 * i), "r"(2147483647) : "memory");
     }
 }

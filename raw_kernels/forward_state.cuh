@@ -21,7 +21,7 @@ DEVICE float *partial_lse(const Block &block, int split, int batch, int head, in
 DEVICE void load_queries(State &state, u32 smem, const Block &block, const Item &item, int warp, int lane)
 {
     typedef Pages<HEAD_DIM> P;
-    copy_rows<HEAD_DIM, TILE_Q>(smem + Q_SMEM, at_row(block.q, item.batch, 0, item.head), block.q.row, item.tile * TILE_Q, block.rows_q, block.d);
+    copy_rows<HEAD_DIM, TILE_Q>(smem + Q_SMEM, at_row(block.q, item.batch, 0, item.head), block.q.row, nullptr, item.tile * TILE_Q, block.rows_q, block.d);
     copies_commit();
     copies_wait<0>();
     __syncthreads();

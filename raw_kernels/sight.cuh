@@ -2,11 +2,10 @@
  *
  *   reach  of a tile of queries  {x: least lo, y: greatest hi of rows that see anything; z: greatest lo, w: least hi of all}
  *   extent of a tile of keys     {x: least pos, y: greatest pos}; a tile with fewer than tile_k keys is never full
- *          y - x is (keys - 1) only where the positions are x, x + 1, ... in that order: a tile that would break this has an
- *          extent wider by 1, which hides and shows nothing
- *   spans  of a row of queries   {x: lo, y: hi}, for kernels that ask for them (Block.spans).  Where the positions of all keys ascend, in
- *          whatever steps, the keys that a row sees are a run of them: then spans, reach and extent are told in numbers of
- *          keys in place of positions (lo becomes the number of keys with pos < lo), and every tile is consecutive
+ *   spans  of a row of queries   {x: lo, y: hi}, for kernels that ask for them (Block.spans).  In the order of positions the keys that a row
+ *          sees are a run.  A key's *place* is its number in that order: its own where positions ascend, else Block.keys tells the
+ *          key at each place, and such a kernel loads them in that order.  spans, reach and extent are then told in places: lo becomes
+ *          the number of keys with pos < lo, and tile t has the places t tile_k, t tile_k + 1, ...
  *
  *   empty  pos_max < lo_min or pos_min >= hi_max      not loaded
  *   full   pos_min >= lo_max and pos_max < hi_min     no mask code, no position is read

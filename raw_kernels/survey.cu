@@ -1,7 +1,8 @@
 /* Looks over positions and intervals before a kernel of attention: reach and extent of each tile, and the order of work.
  *
- *   survey_keys      a warp a tile of keys      pos     -> extent, and whether positions ascend    (sight.cuh)
- *   survey_queries   a warp a tile of queries   lo, hi  -> reach; spans, and extents in their unit, where they are asked for
+ *   survey_keys      a warp a tile of keys      pos     -> extent, for kernels without spans       (sight.cuh)
+ *   survey_sort      a thread a key             pos     -> keys in the order of positions, a step of it; for kernels with spans
+ *   survey_queries   a warp a tile of queries   lo, hi  -> reach; spans and extents in places, where they are asked for
  *   survey_weights   a warp a tile              reach, extent -> weights: how many tiles it must see
  *   survey_order     a warp a tile              weights -> order: the tiles with most to do first
  *   survey_slopes    a thread a head            ALiBi's slopes, by value, -> global memory
@@ -12,6 +13,7 @@
 #include "sight.cuh"
 
 #define WARPS 8 /* of a block of these kernels */
+#define WAYS 8  /* runs that become one in a step of sorting */
 
 DEVICE int warp_min(int x)
 {
@@ -25,69 +27,71 @@ DEVICE int warp_max(int x)
     return x;
 }
 
-/* ascends[tile]: positions do not fall from one key of the tile to the next, nor to the next tile. */
-extern "C" __global__ void __launch_bounds__(32 * WARPS) survey_keys(const __grid_constant__ Block block, int *ascends)
+extern "C" __global__ void __launch_bounds__(32 * WARPS) survey_keys(const __grid_constant__ Block block)
 {
     const int tile = blockIdx.x * WARPS + threadIdx.x / 32, lane = threadIdx.x & 31;
     if (tile >= block.tiles_k) return;
     int2 extent = {2147483647, -2147483647 - 1};
-    bool rises = true;
     for (int i = lane; i < block.tile_k; i += 32) {
         const int row = tile * block.tile_k + i;
-        if (row < block.rows_k) {
-            const int pos = block.pos[row];
-            extent.x = min(extent.x, pos), extent.y = max(extent.y, pos);
-            rises &= row + 1 == block.rows_k || pos <= block.pos[row + 1];
-        }
+        if (row < block.rows_k) extent.x = min(extent.x, block.pos[row]), extent.y = max(extent.y, block.pos[row]);
     }
     extent = {warp_min(extent.x), warp_max(extent.y)};
-    rises = __all_sync(~0u, rises);
-    const int count = min(block.tile_k, block.rows_k - tile * block.tile_k);
-    if ((u32)extent.y - (u32)extent.x == (u32)count - 1) { /* this promises that they are consecutive */
-        bool run = true;
-        for (int i = lane; i < count; i += 32) run &= block.pos[tile * block.tile_k + i] == extent.x + i;
-        if (!__all_sync(~0u, run)) {
-            if (extent.y < 2147483647) extent.y++;
-            else extent.x--;
-        }
-    }
-    if (lane == 0) block.extent[tile] = extent, ascends[tile] = rises;
+    if (lane == 0) block.extent[tile] = extent;
 }
 
-/* Keys before position x, where positions ascend. */
-DEVICE int keys_before(const Block &block, int x)
+/* The first place in [low, high) from which on positions are x or more.  keys: at each place, in the order of positions; 0: they are
+ * their own places. */
+DEVICE int place_of(const Block &block, const int *keys, int x, int low, int high)
 {
-    int low = 0, high = block.rows_k;
     while (low < high) {
         const int middle = low + (high - low) / 2;
-        if (block.pos[middle] < x) low = middle + 1;
+        if (block.pos[keys ? keys[middle] : middle] < x) low = middle + 1;
         else high = middle;
     }
     return low;
 }
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS) survey_queries(const __grid_constant__ Block block, const int *ascends)
+/* A step of sorting: runs of `width` places, each in the order of positions, become runs of WAYS * width.  from: the key at each place so
+ * far; runs of 1 are the keys as they are.  A thread a key: its place is as far from the start as keys of all runs come before it, of
+ * equal positions those of earlier runs. */
+extern "C" __global__ void __launch_bounds__(32 * WARPS) survey_sort(const __grid_constant__ Block block, const int *from, int *to, int width)
+{
+    const int place = blockIdx.x * (32 * WARPS) + threadIdx.x;
+    if (place >= block.rows_k) return;
+    const int *keys = width > 1 ? from : nullptr;
+    const int key = keys ? keys[place] : place, pos = block.pos[key];
+    const i64 start = place / ((i64)width * WAYS) * width * WAYS;
+    i64 target = start;
+    for (i64 run = start; run < min(start + (i64)width * WAYS, (i64)block.rows_k); run += width) {
+        const int end = (int)min(run + width, (i64)block.rows_k);
+        if (run <= place && place < end) target += place - run;
+        else target += place_of(block, keys, run < place ? pos + 1 : pos, (int)run, end) - run; /* some hi is above pos: pos + 1 is a number */
+    }
+    to[target] = key;
+}
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS) survey_queries(const __grid_constant__ Block block)
 {
     const int tile = blockIdx.x * WARPS + threadIdx.x / 32, lane = threadIdx.x & 31;
     if (tile >= block.tiles_q) return;
-    bool numbers = block.spans; /* of keys, in place of positions */
-    if (block.spans)
-        for (int t = lane; t < block.tiles_k; t += 32) numbers &= ascends[t] != 0;
-    numbers = __all_sync(~0u, numbers);
     int4 reach = {2147483647, -2147483647 - 1, -2147483647 - 1, 2147483647};
     for (int i = lane; i < block.tile_q; i += 32) {
         const int row = tile * block.tile_q + i;
         if (row < block.rows_q) {
             int lo = block.lo[row], hi = block.hi[row];
-            if (numbers) lo = keys_before(block, lo), hi = keys_before(block, hi);
-            if (block.spans) block.spans[row] = {lo, hi};
+            if (block.spans) {
+                lo = place_of(block, block.keys, lo, 0, block.rows_k);
+                hi = place_of(block, block.keys, hi, 0, block.rows_k);
+                block.spans[row] = {lo, hi};
+            }
             if (lo < hi) reach.x = min(reach.x, lo), reach.y = max(reach.y, hi);
             reach.z = max(reach.z, lo), reach.w = min(reach.w, hi);
         }
     }
     reach = {warp_min(reach.x), warp_max(reach.y), warp_max(reach.z), warp_min(reach.w)};
     if (lane == 0) block.reach[tile] = reach;
-    if (numbers)
+    if (block.spans)
         for (int t = tile * 32 + lane; t < block.tiles_k; t += block.tiles_q * 32)
             block.extent[t] = {t * block.tile_k, min((t + 1) * block.tile_k, block.rows_k) - 1};
 }

@@ -95,7 +95,9 @@ class Bench:
         scratch = self.backend.allocate(max(nbytes, 1))
         at, lo, hi = (self.put(np.ascontiguousarray(x)) for x in (at, lo, hi))
         for rows in self.blocks:
-            yield rows, Work(Sight(at, lo, hi, self.put(rows.astype(np.int32))), scores, scratch, tally=self.tally)
+            ascending = bool((np.diff(rows) > 0).all())
+            sight = Sight(at, lo, hi, self.put(rows.astype(np.int32)), ascending)
+            yield rows, Work(sight, scores, scratch, tally=self.tally)
 
     def wait(self, launch):
         while launch is not None and not launch.done():

@@ -116,7 +116,8 @@ def attention(make, dtype, d, rows_q, rows_k, steps, deterministic, causal=True)
     at, lo, hi = (cupy.asarray(np.ascontiguousarray(x)) for x in rules.intervals(np.arange(rows_q), rows_q, rows_k))
     halves = np.split(np.arange(rows_k), [rows_k // 2])
     scratch = backend.allocate(max(backend.scratch_bytes(dims, scores, rows_q, rows_k, way) for way in (False, True)))
-    works = [Work(Sight(at, lo, hi, cupy.asarray(rows.astype(np.int32))), scores, scratch) for rows in halves]
+    # the second half may be sorted: rows are then found through the keys' numbers
+    works = [Work(Sight(at, lo, hi, cupy.asarray(rows.astype(np.int32)), i == 0), scores, scratch) for i, rows in enumerate(halves)]
     queries, grad, state, out = put(q), put(dout), nothing(q.shape, acc), nothing(q.shape, q.dtype)
     lse, delta, dq = cupy.empty((2, 2, rows_q), acc), cupy.empty((2, 2, rows_q), acc), nothing(q.shape, acc)
     keys, values = [put(k[:, rows]) for rows in halves], [put(v[:, rows]) for rows in halves]

@@ -8,14 +8,14 @@ from support import problem
 
 from burstmpi.backends import tiles
 from burstmpi.backends.block import BLOCK
-from burstmpi.backends.cuda import _numbered, _visible_pairs
+from burstmpi.backends.cuda import _placed, _visible_pairs
 from burstmpi.rules import Rules
 
 TILE_Q, TILE_K = 16, 8
 
 
 def survey(lo, hi, pos, queries, spans=False):
-    """reach, extent, order of tiles of TILE_Q queries and TILE_K keys, and spans where they are asked for, from the device."""
+    """reach, extent, order of tiles of TILE_Q queries and TILE_K keys, and spans and sorted keys where they are asked for, from the device."""
     cupy = device()
     from burstmpi.backends import cuda
 
@@ -31,9 +31,13 @@ def survey(lo, hi, pos, queries, spans=False):
         block[name] = room[name].data.ptr
     block["rows_q"], block["rows_k"], block["tile_q"], block["tile_k"] = len(lo), len(pos), TILE_Q, TILE_K
     block["tiles_q"], block["tiles_k"] = tiles_q, tiles_k
+    keys = None
+    if spans:
+        backend._sort(block, room)
+        (keys,) = (cupy.asnumpy(x) for x in (room["keys"], room["keys_before"]) if x.data.ptr == int(block["keys"]))
     backend._survey(block, room, queries=queries)
     get = cupy.asnumpy
-    return get(room["reach"]), get(room["extent"]), get(room["order"][: tiles_q if queries else tiles_k]), get(room["spans"])
+    return get(room["reach"]), get(room["extent"]), get(room["order"][: tiles_q if queries else tiles_k]), get(room["spans"]), keys
 
 
 CASES = {
@@ -59,7 +63,7 @@ def positions_of(kind, rows):
 @pytest.mark.parametrize("kind", ("in order", "any steps", "shuffled"))
 @pytest.mark.parametrize("name", CASES)
 def test_tiles(name, kind, spans):
-    """Reach and extent are what their definitions say, of positions or, where these ascend and spans are asked for, of keys' numbers."""
+    """Reach and extent are what their definitions say, of positions or, where spans are asked for, of places in their order."""
     rows, options = CASES[name]
     positions = positions_of(kind, rows).astype(np.int32)
     every = 3 * rows if kind == "any steps" else rows
@@ -67,11 +71,12 @@ def test_tiles(name, kind, spans):
         options = options | {"documents": [*options["documents"][:-1], every]}
     _, lo, hi = Rules(**options).intervals(positions, every, every)
     visible = (lo[:, None] <= positions) & (positions < hi[:, None])
-    reach, extent, order, told = survey(lo, hi, positions, True, spans)
+    reach, extent, order, told, keys = survey(lo, hi, positions, True, spans)
     if spans:
-        lo, hi, positions = _numbered(lo, hi, positions)
+        assert (keys == np.argsort(positions, kind="stable")).all()
+        lo, hi, positions = _placed(lo, hi, positions)
         assert (told == np.stack([lo, hi], axis=1)).all()
-        assert kind == "shuffled" or (positions == np.arange(rows)).all()
+        visible = visible[:, keys]
     seen = (lo[:, None] <= positions) & (positions < hi[:, None])
     assert (seen == visible).all()  # the same keys by either measure
     weights = []
@@ -86,8 +91,7 @@ def test_tiles(name, kind, spans):
             keys = slice(j * TILE_K, (j + 1) * TILE_K)
             least, most = extent[j]
             tile = positions[keys]
-            more = tile.max() - tile.min() == len(tile) - 1 and (np.diff(tile) != 1).any()  # see sight.cuh
-            assert (least, most) == (tile.min(), tile.max() + more)
+            assert (least, most) == (tile.min(), tile.max())
             seen, full = most >= reach[i, 0] and least < reach[i, 1], least >= reach[i, 2] and most < reach[i, 3]
             assert seen or not visible[part, keys].any()
             assert not full or visible[part, keys].all()
@@ -116,11 +120,20 @@ def test_a_kernel_computes_the_pairs_that_are_counted(options):
     assert (pairs < every) == bool(options)
 
 
+@pytest.mark.parametrize("rows", (1, 2, 7, 8, 9, 64, 65, 511, 513, 1000))
+def test_sorted_keys(rows):
+    """The keys in the order of their positions, of equal ones in their own, for any number of runs; extreme positions too."""
+    rng = np.random.default_rng(rows)
+    for positions in (rng.permutation(rows), rng.integers(0, 5, rows), np.arange(rows)[::-1], rng.integers(-(2**31), 2**31 - 1, rows)):
+        *_, keys = survey(np.zeros(1), np.ones(1), positions, True, True)
+        assert (keys == np.argsort(positions, kind="stable")).all()
+
+
 def test_order_of_keys():
     """Of a causal mask the first keys are seen by most."""
     rows = 100
     _, lo, hi = Rules(causal=True).intervals(np.arange(rows), rows, rows)
-    _, _, order, _ = survey(lo, hi, np.arange(rows), False)
+    _, _, order, *_ = survey(lo, hi, np.arange(rows), False)
     assert order[-1] == len(order) - 1 and set(order[:2]) == {0, 1}
 
 

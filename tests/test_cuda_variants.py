@@ -17,7 +17,7 @@ from ptxmachine.nvrtc import default_toolkit, fetched_toolkit  # noqa: E402
 from sass import Cubin  # noqa: E402
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
-DIRECTIONS = {"forward": [{}], "backward": [{"WITH_DQ": 1}, {"WITH_DQ": 0}], "backward_queries": [{}]}
+DIRECTIONS = {"forward": [{}, {"SORTED": 1}], "backward": [{"WITH_DQ": 1}, {"WITH_DQ": 0}], "backward_queries": [{}]}
 
 
 def variants(arch, dtype, d, dv, score):
@@ -25,6 +25,8 @@ def variants(arch, dtype, d, dv, score):
     for direction, ways in DIRECTIONS.items():
         kernel = tiles.kernel(direction, arch, dtype, d, dv)
         for more in ways:
+            if "SORTED" in more and not kernel.spans:
+                continue
             yield kernel.source, {**kernel.defines, "BURST_SOFTCAP": score, "BURST_ALIBI": score, **more}
 
 

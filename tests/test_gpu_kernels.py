@@ -7,6 +7,7 @@ so that all pairs meet), every type, way and transport in four chosen pairs, and
 from contextlib import contextmanager
 from itertools import product
 
+import numpy as np
 import pytest
 from gpu_kit import attention, check, collect, gpu, put, run, simulation
 from support import LAYOUTS, RULES, TYPES, layout_of, problem, rules, shards, truth
@@ -57,6 +58,17 @@ def nothing_is_compiled_late():
 )
 def test_kernels_in_the_ring(comm, rule, layout, dtype, backward, transport):
     with_kernels(comm, rule, layout, dtype, backward, transport)
+
+
+@pytest.mark.mpi(ranks=(2, 3))
+def test_keys_of_some_ranks_out_of_order(comm):
+    """Ranks of odd number hold their keys in falling order: those alone are sorted, by whoever they visit."""
+    cupy = gpu()
+    length = 7 * comm.size
+    p = problem(length, batch=1, heads=2, kv_heads=1, d=8, dv=8, dtype="bfloat16")
+    positions = np.arange(comm.rank, length, comm.size)[:: -1 if comm.rank % 2 else 1]
+    with attention(comm, "direct", causal=True, layout=positions) as attn, nothing_is_compiled_late():
+        check(run(cupy, attn, p), truth(p, {"causal": True}, tensor_cores=True))
 
 
 # ---------------------------------------------------------------- every rule with every layout

@@ -36,6 +36,17 @@ def test_positions_are_written_where_asked():
         np.testing.assert_array_equal(out, where.positions(0))
 
 
+@given(st.sampled_from(LAYOUTS), st.integers(0, 60), st.integers(1, 9))
+def test_named_layouts_ascend(name, length, size):
+    """No rank's keys need sorting on a GPU, but for explicit ones."""
+    assert layout.place(name, length, size).ascending == [True] * size
+
+
+def test_explicit_positions_that_fall():
+    given = [np.array(x, np.int32) for x in ([0, 1, 5, 6], [2, 4, 3, 7], [9, 8], [10], [])]
+    assert layout.place(layout.check_explicit(given), 11, 5).ascending == [True, False, False, True, True]
+
+
 def test_zigzag_balances_a_causal_mask():
     length, size = 64, 4
     where = layout.place("zigzag", length, size)

@@ -11,7 +11,7 @@ TYPES = {"float64": 0, "float32": 1, "float16": 2, "bfloat16": 3}  # -DTYPE
 _TENSOR = [("data", np.uint64), ("batch", np.int64), ("row", np.int64), ("head", np.int64)]
 _VECTOR = [("data", np.uint64), ("batch", np.int64), ("head", np.int64), ("row", np.int64)]
 _TENSORS = ("q", "k", "v", "out", "last", "dout", "dq", "dk", "dv")
-_POINTERS = ("at", "lo", "hi", "pos", "reach", "extent", "spans", "order", "slopes", "work")
+_POINTERS = ("at", "lo", "hi", "pos", "reach", "extent", "spans", "keys", "order", "slopes", "work")
 _COUNTS = (
     "batch", "heads", "kv_heads", "d", "dim_v", "rows_q", "rows_k", "tile_q", "tile_k", "tiles_q", "tiles_k",
     "first", "fresh_q", "fresh_kv", "splits", "section",

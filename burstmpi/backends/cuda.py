@@ -21,6 +21,7 @@ from .plain import PlainVerbs
 __all__ = ["CudaBackend"]
 
 SURVEY_WARPS = 8  # a warp a tile, see survey.cu
+SURVEY_WAYS = 8  # runs that become one in a step of sorting
 SLOPES = 128  # of one launch
 _SLOPES = np.dtype([("value", np.float64, SLOPES), ("count", np.int32), ("wide", np.int32)], align=True)
 
@@ -87,14 +88,14 @@ class CudaBackend(GpuMemory, PlainVerbs):
 
         What raw_kernels/sight.cuh does on the device: a pair is empty where pos_max < lo_min or pos_min >= hi_max.  Both
         cannot be, so that per tile of queries two searches among the sorted extents tell how many are left.
-        Kernels with spans take the keys' numbers for their positions where these ascend.
+        Kernels with spans take keys in the order of their positions, and their places in it for these.
         """
         computed = every = 0
         for kernel in self._attention_kernels(dims, backward):
             tile = kernel.tile
             every += _ceil(rows_q, tile.queries) * _ceil(rows_k, tile.keys)
             if sight is not None and rows_q and rows_k:
-                computed += _visible_pairs(*(_numbered(*sight) if kernel.spans else sight), tile.queries, tile.keys)
+                computed += _visible_pairs(*(_placed(*sight) if kernel.spans else sight), tile.queries, tile.keys)
         return dims.batch * dims.heads * computed, dims.batch * dims.heads * every
 
     def _room(self, kernel, rows_q, rows_k, slopes, work) -> Blueprint:
@@ -104,6 +105,8 @@ class CudaBackend(GpuMemory, PlainVerbs):
         room.add("reach", (tiles_q, 4), np.int32)
         room.add("extent", (tiles_k, 2), np.int32)
         room.add("spans", (rows_q * kernel.spans, 2), np.int32)
+        room.add("keys", (rows_k * kernel.spans,), np.int32)
+        room.add("keys_before", (rows_k * kernel.spans,), np.int32)  # a step of sorting
         room.add("order", (max(tiles_q, tiles_k),), np.int32)
         room.add("weights", (max(tiles_q, tiles_k),), np.int32)
         room.add("slopes", (slopes,), np.uint8)
@@ -144,13 +147,17 @@ class CudaBackend(GpuMemory, PlainVerbs):
         block["first"], block["out"] = first, tensor(out)
         if final is not None:
             block["last"] = tensor(final)
+        more = {}
+        if kernel.spans and not work.sight.ascending:
+            self._sort(block, room)
+            more["SORTED"] = 1
         self._survey(block, room, queries=True)
         batch, heads, tiles_q, tiles_k = (int(block[x]) for x in ("batch", "heads", "tiles_q", "tiles_k"))
         blocks = batch * heads * tiles_q
         splits = block["splits"] = self._split_count(batch * heads, tiles_q, tiles_k, kernel.tile)
-        self._run(kernel, "forward", blocks * splits, block, work.scores)
+        self._run(kernel, "forward", blocks * splits, block, work.scores, **more)
         if splits > 1:
-            self._run(kernel, "forward_merge", blocks, block, work.scores)
+            self._run(kernel, "forward_merge", blocks, block, work.scores, **more)
         return self._launched()
 
     def _attend_nothing(self, out, lse, first, final):
@@ -265,14 +272,24 @@ class CudaBackend(GpuMemory, PlainVerbs):
         head = sum(x.shape[1] * x.shape[3] * x.dtype.itemsize for x in passing)
         return max(1, self.cache_bytes // 2 // max(1, head) * group)
 
+    def _sort(self, block, room) -> None:
+        """The keys in the order of their positions, for a kernel with spans: see raw_kernels/sight.cuh."""
+        kernel, rows, width = self._modules.kernel("survey", "survey_sort"), int(block["rows_k"]), 1
+        target, source = room["keys"], room["keys_before"]
+        while width == 1 or width < rows:
+            target, source = source, target
+            kernel((_ceil(rows, 32 * SURVEY_WARPS),), (32 * SURVEY_WARPS,), (block, source, target, np.int32(width)))
+            width *= SURVEY_WAYS
+        block["keys"] = target.data.ptr
+
     def _survey(self, block, room, *, queries: bool) -> None:
         """Reach and extent of each tile, then the order of work of the tiles of queries, or of keys."""
         tiles_q, tiles_k = int(block["tiles_q"]), int(block["tiles_k"])
         ordered = tiles_q if queries else tiles_k
         told = (room["weights"], np.int32(queries))
         for name, count, more in (
-            ("survey_keys", tiles_k, told[:1]),  # weights: at first, which tiles of keys ascend
-            ("survey_queries", tiles_q, told[:1]),
+            *([] if block["spans"] else [("survey_keys", tiles_k, ())]),
+            ("survey_queries", tiles_q, ()),
             ("survey_weights", ordered, told),
             ("survey_order", ordered, told),
         ):
@@ -302,21 +319,10 @@ class CudaBackend(GpuMemory, PlainVerbs):
         return Enqueued(self.gpu)
 
 
-def _numbered(lo, hi, pos):
-    """The same with keys' numbers in place of positions, where these ascend."""
-    if (pos[:-1] > pos[1:]).any():
-        return lo, hi, pos
-    return *(np.searchsorted(pos, x).astype(np.int32) for x in (lo, hi)), np.arange(len(pos), dtype=np.int32)
-
-
-def _extents(pos, starts):
-    """Least and greatest position of each tile of keys, as survey_keys of raw_kernels/survey.cu tells them: a tile whose
-    positions are not consecutive, but whose span would promise that they are, gets a span that does not."""
-    first, last = (reduce.reduceat(pos, starts).astype(np.int64) for reduce in (np.minimum, np.maximum))
-    count = np.diff(starts, append=len(pos))
-    tile = np.repeat(np.arange(len(starts)), count)
-    run = np.logical_and.reduceat(pos == first[tile] + np.arange(len(pos)) - starts[tile], starts)
-    return first, last + (~run & (last - first == count - 1))
+def _placed(lo, hi, pos):
+    """The same with places in the order of positions in place of these: see raw_kernels/sight.cuh."""
+    ranked = np.sort(pos)
+    return *(np.searchsorted(ranked, x).astype(np.int32) for x in (lo, hi)), np.arange(len(pos), dtype=np.int32)
 
 
 def _visible_pairs(lo, hi, pos, tile_q: int, tile_k: int) -> int:
@@ -326,7 +332,7 @@ def _visible_pairs(lo, hi, pos, tile_q: int, tile_k: int) -> int:
     least = np.minimum.reduceat(np.where(sees, lo, np.iinfo(np.int32).max), starts_q)
     most = np.maximum.reduceat(np.where(sees, hi, np.iinfo(np.int32).min), starts_q)
     some = least < most  # tiles with a row that sees anything
-    first, last = _extents(pos, starts_k)
+    first, last = (reduce.reduceat(pos, starts_k) for reduce in (np.minimum, np.maximum))
     before = np.searchsorted(np.sort(last), least[some], "left")  # pos_max < lo_min
     behind = len(first) - np.searchsorted(np.sort(first), most[some], "left")  # pos_min >= hi_max
     return int((len(first) - before - behind).sum())

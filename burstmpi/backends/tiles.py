@@ -171,6 +171,7 @@ def forward(arch: str, dtype: str, d: int, dv: int) -> Kernel:
         "V_STAGES": shape.v_stages,
         "Q_IN_REGISTERS": int(shape.q_in_registers),
         "KEEPS_ROWS": int(shape.keeps_rows),
+        "SORTED": 0,  # 1: a block whose keys do not come in the order of their positions
         "FULL_CHUNK": shape.chunk,
         "CUT_CHUNK": max(shape.chunk, shape.keys if max(padded_d, padded_dv) <= 64 else 16),
         "PADDED": int((d, dv) != (padded_d, padded_dv)),
