@@ -300,7 +300,7 @@ MORE_CLEAN = [
     if (arch, dtype) != ("75", "bfloat16") and (direction, arch, d) != ("backward", "75", 256)
 ]
 # What is left in the loop that masks.
-LEFT = {("90", 192, 1): 1, ("120", 32, 1): 1, ("100", 96, 1): 1, ("120", 256, 1): 1, ("90", 128, 0): 1}
+LEFT = {("90", 192, 1): 1, ("120", 32, 1): 1, ("100", 96, 1): 1, ("90", 128, 0): 1}
 # The same with softcap or ALiBi, in the loop of full tiles.
 SCORED = [("backward", arch, d, 1, which) for arch, d in (("80", 64), ("80", 128), ("90", 128)) for which in ("BURST_ALIBI", "BURST_SOFTCAP")]
 SCORED += [("backward", "90", 64, 1, "BURST_SOFTCAP")]

@@ -259,6 +259,7 @@ _BACKWARD = {
         32: replace(_SMALL[32], chunk=16, pins=1024),
         64: replace(_SMALL[64], pins=772),
         128: replace(_SMALL[128], pins=1280, pins_alone=272),
+        256: replace(_SMALL[256], pins=388, pins_alone=384),
     },
     # 64 KB
     "75": {
