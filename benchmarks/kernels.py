@@ -74,7 +74,8 @@ def gradient_loops(kernel, arch, products) -> dict[str, Loop]:
     """A trip is one tile of queries and one of keys; the loop that masks selects for each score."""
     told = kernel.defines
     hmma = told["TILE_Q"] * told["TILE_K"] * products // 2048 // told["WARPS"] * (2 if arch == "75" else 1)
-    copies = {"STS": 2} if arch == "75" else {"LDGSTS": 2}
+    rows = told["TILE_Q" if kernel.source == "backward" else "TILE_K"]  # of a tile that is copied
+    copies = {"LDG": rows * (told["HEAD_DIM"] + told["HEAD_DIM_V"]) // 8 // kernel.tile.threads} if arch == "75" else {"LDGSTS": 2}
     return {"full": Loop(hmma, copies), "cut": Loop(hmma, {"FSEL": told["CHUNK"] // 4})}
 
 

@@ -51,7 +51,8 @@ constexpr int S_COLUMNS = PAD && TILE_Q > HEAD_DIM ? HEAD_DIM : TILE_Q;
 constexpr int S_BYTES = 2 * S_COLUMNS + PAD, PANEL = TILE_K * S_BYTES, PANELS = TILE_Q / S_COLUMNS;
 /* Without dQ nothing stands in the room of dS: V goes there, and registers are free. */
 constexpr bool V_FOR_DS = !WITH_DQ && SHARERS == 1 && V_BYTES <= S_BYTES;
-constexpr int V_HELD = V_FOR_DS ? 0 : V_KEPT, PINNED = WITH_DQ ? PINS : PINS_ALONE, AT_ONCE = V_FOR_DS ? PART : CHUNK;
+constexpr int V_HELD = V_FOR_DS ? 0 : V_KEPT, AT_ONCE = V_FOR_DS ? PART : CHUNK;
+constexpr int PINNED = !WITH_DQ ? PINS_ALONE : BURST_ALIBI || BURST_SOFTCAP ? PINS_SCORES : PINS; /* see pin and fence */
 constexpr bool THROUGH = PINNED & 1024;                                        /* heads counted through all batches */
 constexpr bool V_STAYS = V_HELD == V_STEPS;                                     /* all of V in registers */
 constexpr bool Q_LATER = PRODUCTS == 2;                                         /* Q is waited for after the first dP */
@@ -350,7 +351,7 @@ struct Warp {
         if (PINNED & 256) rows = shared + ROWS_AT + (lane_again() & 3) * 16 + sharer * OWN * 8;
     }
 
-    /* Likewise it would start loads too early: none passes a fence (16, 32, 64, 128 of PINS). */
+    /* Likewise it would start loads too early: none passes a fence (16, 32, 64, 128, 2048 of PINS). */
     template <int WHICH> __device__ __forceinline__ void fence()
     {
         if (PINNED & WHICH) __syncwarp();
@@ -518,6 +519,7 @@ struct Warp {
     /* dQ += dS K, over all keys of the tile: this warp's rows and columns, to the sums of the tile. */
     __device__ __forceinline__ void add_dq(u32 number)
     {
+        fence<2048>();
         const u32 mine = warp_again() * (SUMS / DQ_WARPS) + lane_again() * (WIDE_RED ? 4 : 1);
         float *const sums = sums_of(block, number) + mine;
         if (PAD && S_BYTES == K_BYTES) dq_rows = q_rows + dq_row_of(warp_again()), dq_keys = k_rows + warp_again() % DQ_COLUMNS * 32;

@@ -22,6 +22,7 @@
 constexpr int THREADS = 32 * WARPS;
 constexpr int K_STEPS = HEAD_DIM / 16, V_STEPS = HEAD_DIM_V / 16;         /* k16 steps of S and of dP */
 constexpr int K_BYTES = 2 * HEAD_DIM, V_BYTES = 2 * HEAD_DIM_V;           /* of a row */
+constexpr int FENCED = BURST_ALIBI ? FENCES | 7 : FENCES;                  /* loads of positions add to the others */
 constexpr bool QUERIES_STAY = Q_KEPT == K_STEPS && DO_KEPT == V_STEPS;    /* in registers: they come through all of the room */
 
 /* Shared memory. */
@@ -133,7 +134,7 @@ struct Warp {
     /* As in backward.cu: what may not be made before the loop and kept. */
     __device__ __forceinline__ void pin()
     {
-        if (FENCES & 8) asm volatile("" : "+r"(k_rows), "+r"(q_rows));
+        if (FENCED & 8) asm volatile("" : "+r"(k_rows), "+r"(q_rows));
         if (V_BYTES == K_BYTES) v_rows = k_rows, do_rows = q_rows;
     }
 
@@ -142,7 +143,7 @@ struct Warp {
     __device__ __forceinline__ void keys(u32 stage, u32 pos_stage, const int2 (&sight)[FRAGMENTS][2], const int (&at)[FRAGMENTS][2])
     {
         UNROLL for (int chunk = 0; chunk < TILE_K / CHUNK; chunk++) {
-            if (FENCES & 1) __syncwarp(); /* loads do not start in the chunk before: registers */
+            if (FENCED & 1) __syncwarp(); /* loads do not start in the chunk before: registers */
             const u32 k_chunk = stage + (STAGE_AT + chunk * CHUNK * K_BYTES);
             const u32 v_chunk = stage + (STAGE_AT + K_ROOM + chunk * CHUNK * V_BYTES);
 
@@ -180,7 +181,7 @@ struct Warp {
             }
 
             UNROLL for (int part = 0; part < CHUNK / PART; part++) {
-                if (FENCES & 2) __syncwarp();
+                if (FENCED & 2) __syncwarp();
                 /* dP = dO Vᵀ - delta */
                 float dp[FRAGMENTS][PART / 8][4];
                 UNROLL for (int step = 0; step < V_STEPS; step++) {
@@ -204,7 +205,7 @@ struct Warp {
                             if (BURST_SOFTCAP) ds0 *= bend[m][of_chunk][j], ds1 *= bend[m][of_chunk][j + 1];
                             ds_frag[m][i] = pack(ds0, ds1);
                         }
-                    if (FENCES & 4) __syncwarp();
+                    if (FENCED & 4) __syncwarp();
                     /* dQ += dS K */
                     UNROLL for (int column = 0; column < K_STEPS; column++) {
                         u32 b[4];
@@ -312,7 +313,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) backward_queries
             copies_wait<0>();
             __syncthreads();
             w.pin();
-            if (!decltype(cut)::value && !(FENCES & 16)) walk.cut = false; /* it is: the compiler now knows */
+            if (!decltype(cut)::value && !(FENCED & 16)) walk.cut = false; /* it is: the compiler now knows */
             more = walk.next(block.tiles_k, 0, 1, look);
             if (STAGES == 2 && more) w.fetch(walk, stage ^ STAGE, pos_stage ^ POS_ROOM);
             w.keys<decltype(cut)::value>(stage, pos_stage, sight, at);

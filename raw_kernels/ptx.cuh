@@ -62,13 +62,21 @@ DEVICE void stmatrix(u32 address, const u32 (&r)[4])
 
 /* ---------------------------------------------------------------- copies from global to shared memory */
 
+/* 16 bytes of global memory.  As a load from an address of any kind, no later one would pass the store to shared memory. */
+DEVICE uint4 global16(const void *global)
+{
+    uint4 x;
+    asm("ld.global.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(global) : "memory");
+    return x;
+}
+
 /* 16 bytes, past L1.  On sm_75 a load and a store: done when it returns. */
 DEVICE void copy16(u32 shared, const void *global)
 {
 #if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(shared), "l"(global) : "memory");
 #else
-    const uint4 x = *(const uint4 *)global;
+    const uint4 x = global16(global);
     asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" :: "r"(shared), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
 #endif
 }

@@ -202,6 +202,7 @@ class _Gradients:
     dq_part: int = 8  # blocks of 16 columns of dQ at once
     pins: int = 0  # addresses that the compiler may not make before the loop
     pins_alone: int | None = None  # the same where dQ is made elsewhere; None: 372 where a warp has its keys alone, else pins
+    pins_scores: int | None = None  # the same with softcap or ALiBi, and dQ; None: pins
     bound: int = 0  # blocks that the compiler shall leave room for, where fewer run: it then takes fewer registers
     products: int = 1  # 2: of the warps that have the same keys some make dK, the others dV; where d = dv
     s_fragments: int = 0  # of the keys, whose S is in registers; 0: all of a warp
@@ -216,7 +217,7 @@ class _Gradients:
 # leaves the loop without local memory differs by architecture and nothing else.
 _LARGE = {
     32: _Gradients(64, 128, 4, 1, 2, 32, 16, 0, 2, 2, 3, pins=260),
-    64: _Gradients(64, 128, 4, 1, 2, 32, 16, 0, 4, 2, 2, pins=260),
+    64: _Gradients(64, 128, 4, 1, 2, 32, 16, 0, 4, 2, 2, pins=260, pins_scores=256),
     96: _Gradients(64, 128, 8, 2, 2, 32, 32, 0, 6, 2, pins=1284),
     128: _Gradients(64, 128, 8, 2, 2, 32, 32, 0, 1, 2),
     192: _Gradients(64, 64, 8, 2, 1, 32, 32, 0, 0, 2, pins=1280),
@@ -236,19 +237,19 @@ _BACKWARD = {
     "90": {
         **_LARGE,
         32: replace(_LARGE[32], pins=388),
-        64: _Gradients(128, 128, 4, 1, 2, 32, 32, 0, 3, 1, 2, dq_columns=1, pad=16, positions=1, cut_chunk=16, pins=1312, pins_alone=368),
-        96: replace(_LARGE[96], pins=1412, pins_alone=256),
+        64: _Gradients(128, 128, 4, 1, 2, 32, 32, 0, 3, 1, 2, dq_columns=1, pad=16, positions=1, cut_chunk=16, pins=1312, pins_alone=368, pins_scores=1280),
+        96: replace(_LARGE[96], cut_chunk=16, pins=1540, pins_alone=1536),
         128: replace(_LARGE[128], kept_v=0, pins_alone=1024),
         (128, 128): _Gradients(
             128, 128, 8, 4, 4, 32, 32, 0, 0, 1, products=2, s_fragments=2, dq_columns=2, pad=16, positions=1, cut_chunk=16,
-            pins=1280, pins_alone=1056,
+            pins=1280, pins_alone=1056, pins_scores=1312,
         ),  # fmt: skip
-        192: replace(_LARGE[192], pins=1284),
+        192: replace(_LARGE[192], pins=3332),
     },
     "100": {
         **_LARGE,
         32: replace(_LARGE[32], chunk=16, pins=1288),
-        64: replace(_LARGE[64], pins=388),
+        64: replace(_LARGE[64], pins=388, pins_scores=None),
         96: replace(_LARGE[96], pins=1412, pins_alone=260),
         128: replace(_LARGE[128], kept_v=0, pins_alone=1024),
     },
@@ -256,17 +257,19 @@ _BACKWARD = {
     "89": _SMALL,
     "120": {
         **_SMALL,
+        32: replace(_SMALL[32], chunk=16, pins=1024),
         64: replace(_SMALL[64], pins=772),
-        128: replace(_SMALL[128], pins=1280, pins_alone=1024),
+        128: replace(_SMALL[128], pins=1280, pins_alone=272),
+        256: replace(_SMALL[256], pins=388, pins_alone=384),
     },
     # 64 KB
     "75": {
         32: _Gradients(64, 128, 4, 1, 2, 32, 16, 0, 2, 1, 1, pins=256, bound=2),
-        64: _Gradients(64, 128, 4, 1, 2, 16, 16, 0, 4, 1, pins=260),
+        64: _Gradients(64, 128, 8, 1, 1, 32, 32, 0, 4, 1, pins=260),
         96: _Gradients(64, 64, 4, 1, 1, 32, 32, 0, 6, 1, pins=260),
-        128: _Gradients(32, 128, 8, 1, 1, 32, 32, 0, 8, 1, pins=256),
+        128: _Gradients(32, 64, 8, 2, 1, 16, 16, 0, 8, 1, pins=256),
         192: _Gradients(32, 64, 8, 2, 1, 16, 16, 0, 12, 1, pins=256),
-        256: _Gradients(32, 32, 4, 2, 1, 16, 16, 0, 16, 1, dq_part=2, pins=256),
+        256: _Gradients(32, 32, 4, 2, 1, 16, 16, 0, 16, 1, dq_part=2, pins=260, pins_alone=256),
     },
 }
 
@@ -309,7 +312,7 @@ def backward(arch: str, dtype: str, d: int, dv: int) -> Kernel:
         "S_FRAGMENTS": shape.s_fragments or shape.fragments, "CHUNK": shape.chunk, "PART": shape.part,
         "CUT_CHUNK": shape.cut_chunk, "K_KEPT": shape.kept_k, "V_KEPT": kept_v, "RESIDENT": shape.bound or shape.resident,
         "DQ_ROWS": min(shape.warps // columns, shape.queries // 16), "DQ_COLUMNS": columns, "DQ_PART": shape.dq_part,
-        "PINS": shape.pins, "PINS_ALONE": alone, "PAD": pad, "POSITIONS": shape.positions, "KNOWN": shape.known,
+        "PINS": shape.pins, "PINS_ALONE": alone, "PINS_SCORES": shape.pins if shape.pins_scores is None else shape.pins_scores, "PAD": pad, "POSITIONS": shape.positions, "KNOWN": shape.known,
     }  # fmt: skip
     return Kernel("backward", tile, defines, sum_bytes=4 * d, prepared_bytes=24)
 
@@ -353,8 +356,8 @@ _BACKWARD_QUERIES = {
     },
     "75": {
         32: _Queries(128, 64, 4, 2, 32, 16, 2, 2, 1, 2, fences=7),
-        64: _Queries(128, 64, 4, 2, 32, 16, 4, 4, 1, fences=7),
-        96: _Queries(64, 64, 4, 1, 32, 32, 0, 0, 1, fences=7),
+        64: _Queries(128, 64, 8, 1, 32, 16, 4, 4, 1, fences=7),
+        96: _Queries(64, 64, 4, 1, 16, 16, 0, 0, 1, fences=7),
         128: _Queries(64, 32, 4, 1, 32, 32, 0, 0, 1, fences=7),
         192: _Queries(64, 16, 4, 1, 16, 16, 0, 0, 1),
         256: _Queries(32, 16, 2, 1, 16, 16, 0, 0, 1),
