@@ -56,7 +56,10 @@ class Placement:
     @cached_property
     def ascending(self) -> list[bool]:
         """Whether the positions of each rank's rows ascend."""
-        return [bool((positions[:-1] <= positions[1:]).all()) for positions in map(self.positions, range(self.size))]
+        if self.runs is None:
+            return [bool((positions[:-1] < positions[1:]).all()) for positions in self.given]
+        ends = [[x for first, count, step in runs if count for x in (first, first + (count - 1) * step)] for runs in self.runs]
+        return [x == sorted(x) for x in ends]
 
     def positions(self, rank: int, out=None) -> np.ndarray:
         """Write the global positions of a rank's rows, [rows] int32, in the order of its rows."""
