@@ -179,10 +179,12 @@ NOINLINE int backward_tile(gradient_panel *p, backward_room *w, const burst_bloc
     seen_blocks(t, &p->q, &from, &to, &full);
     if (from == to) return 0;
     const int capped = w->how.softcap != 0, plain = !capped && !w->how.alibi;
+    const int64_t keys = (to - from) * KR, slots_behind = keys / ASK * (ROUND_UP(b->d, KR) / KR);
     edges edge;
     if (!full) find_edges(&edge, t, &p->q, from, to);
     for (int64_t block = from; block < to; block++) {
-        const char *const *soon = wish(&w->soon, b->d, 2 * (to - block)), *const *later = wish(&w->soon, b->dim_v, 2 * (to - block) - 1);
+        const int64_t more = (to - block - 1) * (b->d / ASK + b->dim_v / ASK) + slots_behind;
+        const char *const *soon = wish(&w->soon, b->d / ASK, b->dim_v / ASK + more), *const *later = wish(&w->soon, b->dim_v / ASK, more);
         REAL *weights = w->p + (block - from) * KR * NR, *ds = w->ds + (block - from) * KR * NR;
         const int cut = !full && block_sight(t, &p->q, block) != FULL;
         const REAL *k = t->k + block * KR * t->ld_k, *v = t->v + block * KR * t->ld_v;
@@ -205,7 +207,7 @@ NOINLINE int backward_tile(gradient_panel *p, backward_room *w, const burst_bloc
             slope_block(v, t->ld_v, b->dim_v, p, weights, ds, later);
         }
     }
-    const int64_t keys = (to - from) * KR, all = ROUND_UP(BURST_KEYS_BACKWARD, KR);
+    const int64_t all = ROUND_UP(BURST_KEYS_BACKWARD, KR);
     const int careful = !full && (t->wild_k || t->wild_v || p->wild);
     const REAL *rows = t->k + from * KR * t->ld_k;
     if (careful) {
@@ -219,9 +221,9 @@ NOINLINE int backward_tile(gradient_panel *p, backward_room *w, const burst_bloc
         add_rows(w->p, p->dout_rows, w->dv, from * KR, keys, all, b->dim_v, spans);
         add_rows(w->ds, p->query_rows, w->dk, from * KR, keys, all, b->d, spans);
         if (full)
-            add_panel(rows, t->ld_k, w->ds, keys, p->dq, b->d);
+            add_panel(rows, t->ld_k, w->ds, keys, p->dq, b->d, &w->soon);
         else
-            add_panel_runs(rows, t->ld_k, w->ds, edge.runs, edge.n, p->dq, b->d);
+            add_panel_runs(rows, t->ld_k, w->ds, keys, edge.runs, edge.n, p->dq, b->d, &w->soon);
     }
     return 1;
 }
@@ -273,7 +275,7 @@ static int64_t backward_task(backward_room *w, call *c, int thread, task *k, int
             ahead[3] = stream_of(&b->dv, k->batch, k->kv_head, from, to, b->dim_v, TYPE_OF_REAL);
             ahead[4] = stream_panel(&b->q, c, k, i, b->d);
             ahead[5] = stream_panel(&b->dout, c, k, i, b->dim_v);
-            collect(&w->soon, ahead, 6, MAX(b->d, b->dim_v) / ASK);
+            collect(&w->soon, ahead, 6);
             computed += backward_tile(p, w, b);
             if (after < k->end) pack_keys(&w->next, c, k->batch, k->kv_head, turn, turns);
             if (next_tile(c, k->sees[i], index + 1, k->end) == k->end) close_gradient(p, c, k->batch, k->head, w->rows, w->ld);

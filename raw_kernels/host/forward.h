@@ -144,6 +144,7 @@ NOINLINE int forward_tile(panel *p, forward_room *w, const burst_block *b)
     seen_blocks(t, &p->q, &from, &to, &full);
     if (from == to) return 0;
     const int plain = w->how.softcap == 0 && !w->how.alibi;
+    const int64_t keys = (to - from) * KR, slots_behind = keys / ASK * (ROUND_UP(b->dim_v, KR) / KR);
     edges edge;
     if (!full) find_edges(&edge, t, &p->q, from, to);
     vec sum[VR];
@@ -153,7 +154,7 @@ NOINLINE int forward_tile(panel *p, forward_room *w, const burst_block *b)
         tile_with_maximum(p, w, from, to, b->d, b->dim_v, sum);
     } else {
         for (int64_t block = from; block < to; block++) {
-            const char *const *soon = wish(&w->soon, b->d, to - block);
+            const char *const *soon = wish(&w->soon, b->d / ASK, (to - block - 1) * (b->d / ASK) + slots_behind);
             REAL *weights = w->p + (block - from) * KR * NR;
             const REAL *k = t->k + block * KR * t->ld_k;
             if (plain && (full || block_sight(t, &p->q, block) == FULL)) {
@@ -174,9 +175,9 @@ NOINLINE int forward_tile(panel *p, forward_room *w, const burst_block *b)
         add_panel_carefully(values, t->ld_v, w->p, MIN(to * KR, t->live) - from * KR, p->out, b->dim_v, &p->q,
                             t->pos + from * KR);
     else if (full)
-        add_panel(values, t->ld_v, w->p, (to - from) * KR, p->out, b->dim_v);
+        add_panel(values, t->ld_v, w->p, keys, p->out, b->dim_v, &w->soon);
     else
-        add_panel_runs(values, t->ld_v, w->p, edge.runs, edge.n, p->out, b->dim_v);
+        add_panel_runs(values, t->ld_v, w->p, keys, edge.runs, edge.n, p->out, b->dim_v, &w->soon);
     return (int)((to * KR - 1) / BURST_KEYS_BACKWARD - from * KR / BURST_KEYS_BACKWARD + 1);
 }
 
@@ -219,7 +220,7 @@ static int64_t forward_task(forward_room *w, call *c, int thread, task *k)
             ahead[2] = stream_panel(&b->q, c, k, i, b->d);
             const int last = next_tile(c, k->sees[i], index + 1, k->end) == k->end;
             ahead[3] = stream_of(to, k->batch, k->head, p->row, last ? p->row + p->count : p->row, b->dim_v, to_type);
-            collect(&w->soon, ahead, 4, b->d / ASK);
+            collect(&w->soon, ahead, 4);
             computed += forward_tile(p, w, b);
             if (after < k->end) pack_keys(&w->next, c, k->batch, k->kv_head, turn, turns);
             if (last) close_panel(p, c, k->batch, k->head, w->rows, w->ld);

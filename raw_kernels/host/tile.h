@@ -125,41 +125,20 @@ INLINE void ask(stream *s, int64_t count)
 }
 
 #ifndef BURST_AMX
-/* What a panel asks for while it computes a tile: a line every ASK columns of its products, rather than many at once, which
- * would keep all of L1's fill buffers busy that the operands need. */
-enum { MOST_LINES = 1536, MOST_SLOTS = 128 };
-typedef struct {
-    int64_t next, n;
-    const char *line[MOST_LINES + MOST_SLOTS]; /* behind the last one: lines that are there anyway */
-} wishes;
-
-NOINLINE void collect(wishes *w, stream *s, int n, int64_t slots)
+NOINLINE void collect(wishes *w, const stream *s, int n)
 {
-    const char **to = w->line, **end = w->line + MOST_LINES;
-    for (int i = 0; i < n; i++)
-        for (; s[i].left > 0 && to < end; s[i].left--) {
-            *to++ = s[i].at + 64 * s[i].line;
-            if (++s[i].line == s[i].lines) {
-                s[i].line = 0;
-                s[i].at += s[i].step;
-            }
+    const char **to = w->line;
+    for (int i = 0; i < n; i++) {
+        const char *at = s[i].at;
+        for (int64_t left = MIN(s[i].left, w->line + MOST_LINES - to); left >= s[i].lines && left > 0; left -= s[i].lines) {
+            for (int64_t line = 0; line < s[i].lines; line++) to[line] = at + 64 * line;
+            to += s[i].lines;
+            at += s[i].step;
         }
+    }
     w->next = 0;
     w->n = to - w->line;
-    for (int64_t i = 0; i < MIN(slots, MOST_SLOTS); i++) to[i] = (const char *)w;
-}
-
-/* The next lines for a product of `columns` columns.  With fewer products to come than would do, some are asked for now. */
-INLINE const char *const *wish(wishes *w, int64_t columns, int64_t products)
-{
-    const int64_t slots = columns / ASK;
-    if (slots > MOST_SLOTS) return NULL;
-    const int64_t over = w->n - w->next - slots * products;
-    if (over > 0)
-        for (int64_t i = 0; i < over; i += products) __builtin_prefetch(w->line[w->next++], 0, 3);
-    const char *const *lines = w->line + MIN(w->next, w->n);
-    w->next += slots;
-    return lines;
+    for (int i = 0; i < MOST_SLOTS; i++) to[i] = (const char *)w;
 }
 #endif
 
