@@ -4,8 +4,8 @@
  *   P = 2^(S - m),  l += sum P    still in registers; P to L1
  *   O' += V' P                    from L1
  *
- * There is no maximum in this loop: m is that of the first tile a lane sees, and stays.  A lane whose sum over a tile
- * reaches LIMIT has that tile done again by `tile_with_maximum`, the classic way, which also does first tiles.
+ * There is no maximum in this loop: m is that of the first block a lane sees, and stays.  A lane whose sum over a tile
+ * reaches LIMIT has that tile done again by `tile_with_maximum`, the classic way.
  */
 #ifndef BURST_FORWARD_H
 #define BURST_FORWARD_H
@@ -121,18 +121,18 @@ NOINLINE void tile_with_maximum(panel *p, forward_room *w, int64_t from, int64_t
     const int64_t keys = (to - from) * KR;
     for (int64_t block = from; block < to; block++)
         score_any(&w->tile, block, &p->q, p->query, d, &w->how, w->p + (block - from) * KR * NR, NULL);
-    raise_maximum(p, w->p, keys, dv);
+    raise_maximum(p, w->p, keys, dv, 0);
     UNROLL for (int j = 0; j < VR; j++) sum[j] = zero();
     weigh_stored(w->p, keys, p, sum);
 }
 
-/* A panel's first tile: any block that all lanes see gives each an m, and spares the tile the classic way. */
-NOINLINE void first_maximum(panel *p, forward_room *w, int64_t from, int64_t to, const burst_block *b)
+/* The block of a panel's first tile that gives each lane its m: one that all lanes see, as the largest of KR scores is seldom
+ * far below that of the row, else the first. */
+INLINE int64_t leading_block(const key_tile *t, const lanes *q, int64_t from, int64_t to)
 {
-    while (from < to && block_sight(&w->tile, &p->q, from) != FULL) from++;
-    if (from == to) return;
-    score_any(&w->tile, from, &p->q, p->query, b->d, &w->how, w->p, NULL);
-    raise_maximum(p, w->p, KR, b->dim_v);
+    for (int64_t block = from; block < to; block++)
+        if (block_sight(t, q, block) == FULL) return block;
+    return from;
 }
 
 /* Returns how many counted tiles it computed. */
@@ -149,25 +149,28 @@ NOINLINE int forward_tile(panel *p, forward_room *w, const burst_block *b)
     if (!full) find_edges(&edge, t, &p->q, from, to);
     vec sum[VR];
     UNROLL for (int j = 0; j < VR; j++) sum[j] = (vec){0};
-    if (p->unset) first_maximum(p, w, from, to, b);
-    if (p->wide || (p->unset && waits_for(p, t->min, t->max))) {
+    if (p->wide) {
         tile_with_maximum(p, w, from, to, b->d, b->dim_v, sum);
     } else {
-        for (int64_t block = from; block < to; block++) {
-            const char *const *soon = wish(&w->soon, b->d / ASK, (to - block - 1) * (b->d / ASK) + slots_behind);
+        const int64_t lead = p->unset ? leading_block(t, &p->q, from, to) : from;
+        for (int64_t i = from; i < to; i++) {
+            const int64_t block = i == from ? lead : i <= lead ? i - 1 : i;
+            const int waits = p->unset && waits_for(p, t->block_min[block], t->block_max[block]);
+            const char *const *soon = wish(&w->soon, b->d / ASK, (to - i - 1) * (b->d / ASK) + slots_behind);
             REAL *weights = w->p + (block - from) * KR * NR;
             const REAL *k = t->k + block * KR * t->ld_k;
-            if (plain && (full || block_sight(t, &p->q, block) == FULL)) {
+            if (plain && !waits && (full || block_sight(t, &p->q, block) == FULL)) {
                 weigh_full(k, t->ld_k, p->query, b->d, p->ref, weights, sum, soon);
-            } else if (plain) {
+            } else if (plain && !waits) {
                 weigh_cut(k, t->ld_k, p->query, b->d, p->ref, weights, sum, &p->q, t->pos + block * KR,
                           edge.spans[block - from], soon);
             } else {
                 score_any(t, block, &p->q, p->query, b->d, &w->how, weights, NULL);
+                if (waits) raise_maximum(p, weights, KR, b->dim_v, 1);
                 weigh_stored(weights, KR, p, sum);
             }
         }
-        if (too_high(sum)) tile_with_maximum(p, w, from, to, b->d, b->dim_v, sum);
+        if (p->wide || too_high(sum)) tile_with_maximum(p, w, from, to, b->d, b->dim_v, sum);
     }
     UNROLL for (int j = 0; j < VR; j++) store(p->l + j * LANES, load(p->l + j * LANES) + sum[j]);
     const REAL *values = t->v + from * KR * t->ld_v;

@@ -125,15 +125,18 @@ INLINE void ask(stream *s, int64_t count)
 }
 
 #ifndef BURST_AMX
+typedef uintptr_t four __attribute__((vector_size(4 * sizeof(uintptr_t)), aligned(sizeof(uintptr_t)), may_alias));
+
 NOINLINE void collect(wishes *w, const stream *s, int n)
 {
     const char **to = w->line;
     for (int i = 0; i < n; i++) {
-        const char *at = s[i].at;
-        for (int64_t left = MIN(s[i].left, w->line + MOST_LINES - to); left >= s[i].lines && left > 0; left -= s[i].lines) {
-            for (int64_t line = 0; line < s[i].lines; line++) to[line] = at + 64 * line;
-            to += s[i].lines;
-            at += s[i].step;
+        const int64_t lines = s[i].lines;
+        four at = (uintptr_t)s[i].at + (four){0, 64, 128, 192};
+        for (int64_t left = MIN(s[i].left, w->line + MOST_LINES - to); left >= lines && left > 0; left -= lines) {
+            for (int64_t line = 0; line < lines; line += 4) *(four *)(to + line) = at + (uintptr_t)(64 * line); /* what is too much is overwritten */
+            to += lines;
+            at += (uintptr_t)s[i].step;
         }
     }
     w->next = 0;
