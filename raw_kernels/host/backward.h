@@ -72,13 +72,10 @@ NOINLINE void open_gradient_panel(gradient_panel *p, backward_room *w, const cal
 {
     const burst_block *b = c->b;
     open_gradient(p, c, batch, head, index);
-    for (int i = 0; i < p->count; i++)
-        p->wild |= load_row(row_at(&b->q, batch, p->row + i, head), b->q.step[3], b->d, w->rows + i * w->ld, (int)b->type);
+    p->wild = pack_rows(&b->q, b->d, (int)b->type, batch, head, p->row, 0, p->count, w->rows, w->ld);
     rows_to_panel(w->rows, w->ld, p->count, b->d, factor_of(b), p->query);
     rows_to_strips(w->rows, w->ld, p->count, b->d, p->query_rows);
-    for (int i = 0; i < p->count; i++)
-        p->wild |= load_row(row_at(&b->dout, batch, p->row + i, head), b->dout.step[3], b->dim_v, w->rows + i * w->ld,
-                            (int)b->type);
+    p->wild |= pack_rows(&b->dout, b->dim_v, (int)b->type, batch, head, p->row, 0, p->count, w->rows, w->ld);
     rows_to_panel(w->rows, w->ld, p->count, b->dim_v, 1, p->dout);
     rows_to_strips(w->rows, w->ld, p->count, b->dim_v, p->dout_rows);
 }

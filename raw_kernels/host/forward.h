@@ -47,8 +47,7 @@ NOINLINE void open_panel(panel *p, forward_room *w, const call *c, int64_t batch
         rows_to_panel(rows, b->q.step[1] / (int64_t)sizeof(REAL), p->count, b->d, factor_of(b), p->query);
         return;
     }
-    for (int i = 0; i < p->count; i++)
-        load_row(row_at(&b->q, batch, p->row + i, head), b->q.step[3], b->d, w->rows + i * w->ld, (int)b->type);
+    pack_rows(&b->q, b->d, (int)b->type, batch, head, p->row, 0, p->count, w->rows, w->ld);
     rows_to_panel(w->rows, w->ld, p->count, b->d, factor_of(b), p->query);
 }
 

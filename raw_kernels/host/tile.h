@@ -70,15 +70,18 @@ INLINE void take_tile(arena *a, key_tile *t, const call *c)
 
 /* Rows [from, to) of one head of an array, of any type and stride, as REAL; columns up to whole blocks become 0.  Returns
  * whether an infinity or a NaN is among them. */
-INLINE int pack_rows(const burst_array *x, int64_t n, int type, int64_t batch, int64_t head, int64_t first, int64_t from, int64_t to,
+NOINLINE int pack_rows(const burst_array *x, int64_t n, int type, int64_t batch, int64_t head, int64_t first, int64_t from, int64_t to,
                      REAL *rows, int64_t ld)
 {
     int wild = 0;
-    for (int64_t i = from; i < to; i++) {
-        REAL *row = rows + i * ld;
-        wild |= load_row(row_at(x, batch, first + i, head), x->step[3], n, row, type);
-        for (int64_t j = n; j < ROUND_UP(n, KR); j++) row[j] = 0;
-    }
+    if (type == (int)TYPE_OF_REAL && x->step[3] == sizeof(REAL) && x->step[1] % (int64_t)sizeof(REAL) == 0)
+        wild = load_rows_same((const REAL *)row_at(x, batch, first + from, head), x->step[1] / (int64_t)sizeof(REAL), to - from, n,
+                              rows + from * ld, ld);
+    else
+        for (int64_t i = from; i < to; i++)
+            wild |= load_row(row_at(x, batch, first + i, head), x->step[3], n, rows + i * ld, type);
+    for (int64_t i = from; i < to; i++)
+        for (int64_t j = n; j < ROUND_UP(n, KR); j++) rows[i * ld + j] = 0;
     return wild;
 }
 
