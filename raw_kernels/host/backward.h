@@ -265,17 +265,19 @@ static int64_t backward_task(backward_room *w, call *c, int thread, task *k, int
             if (!sees_tile(c, k->sees[i], index)) continue;
             if (!k->opened[i]) open_gradient_panel(p, w, c, k->batch, k->head, k->first + i);
             k->opened[i] = 1;
-            stream ahead[6] = {0}; /* K, V, dK, dV, Q, dO */
+            stream ahead[7] = {0}; /* K, V, dK, dV, Q, dO, dQ */
+            const int last = next_tile(c, k->sees[i], index + 1, k->end) == k->end;
             if (after < k->end) stream_keys(ahead, &w->next, c, k->batch, k->kv_head, turn, turns);
             const int64_t from = key + live * turn / turns, to = key + live * (turn + 1) / turns;
             ahead[2] = stream_of(&b->dk, k->batch, k->kv_head, from, to, b->d, TYPE_OF_REAL);
             ahead[3] = stream_of(&b->dv, k->batch, k->kv_head, from, to, b->dim_v, TYPE_OF_REAL);
             ahead[4] = stream_panel(&b->q, c, k, i, b->d);
             ahead[5] = stream_panel(&b->dout, c, k, i, b->dim_v);
-            collect(&w->soon, ahead, 6);
+            ahead[6] = stream_of(&b->dq, k->batch, k->head, p->row, last ? p->row + p->count : p->row, b->d, TYPE_OF_REAL);
+            collect(&w->soon, ahead, 7);
             computed += backward_tile(p, w, b);
             if (after < k->end) pack_keys(&w->next, c, k->batch, k->kv_head, turn, turns);
-            if (next_tile(c, k->sees[i], index + 1, k->end) == k->end) close_gradient(p, c, k->batch, k->head, w->rows, w->ld);
+            if (last) close_gradient(p, c, k->batch, k->head, w->rows, w->ld);
             if (!carry_on(c, thread)) return computed;
             turn++;
         }
