@@ -49,35 +49,33 @@ INLINE void take_backward(arena *a, backward_room *w, const call *c)
     }
 }
 
-/* rows [count, n] at row stride ld -> strips; rows and columns beyond become 0 */
-NOINLINE void rows_to_strips(const REAL *rows, int64_t ld, int count, int64_t n, REAL *strips)
+/* The rows of a panel as strips, [NR, width] one after another, and times factor as panel [n, NR]; rows and columns beyond
+ * become 0.  Returns whether an infinity or a NaN is among them. */
+NOINLINE int rows_to_strips(const burst_array *x, const burst_block *b, int64_t batch, int64_t head, int64_t row, int count, int64_t n,
+                            REAL factor, REAL *panel, REAL *strips)
 {
-    int64_t column = 0;
+    burst_array part = *x;
+    int64_t left = n;
+    int wild = 0;
     for (int s = 0; s < strips_of(n); s++) {
-        const int width = strip_width(n, s) * LANES;
-        for (int i = 0; i < NR; i++) {
-            const int live = i < count ? (int)MIN(width, n - column) : 0;
-            if (live == width)
-                for (int c = 0; c < width; c += LANES) store(strips + i * width + c, load(rows + i * ld + column + c));
-            else
-                for (int c = 0; c < width; c++) strips[i * width + c] = c < live ? rows[i * ld + column + c] : 0;
-        }
-        strips += (int64_t)NR * width;
-        column += width;
+        const int64_t width = strip_width(n, s) * LANES, live = MIN(width, left);
+        if (count < NR || live < width) memset(strips, 0, NR * width * sizeof(REAL));
+        wild |= pack_rows(&part, live, (int)b->type, batch, head, row, 0, count, strips, width);
+        rows_to_panel(strips, width, count, live, factor, panel);
+        part.data += width * part.step[3];
+        strips += NR * width;
+        panel += NR * width;
+        left -= width;
     }
+    return wild;
 }
 
-NOINLINE void open_gradient_panel(gradient_panel *p, backward_room *w, const call *c, int64_t batch, int64_t head,
-                                  int64_t index)
+NOINLINE void open_gradient_panel(gradient_panel *p, const call *c, int64_t batch, int64_t head, int64_t index)
 {
     const burst_block *b = c->b;
     open_gradient(p, c, batch, head, index);
-    p->wild = pack_rows(&b->q, b->d, (int)b->type, batch, head, p->row, 0, p->count, w->rows, w->ld);
-    rows_to_panel(w->rows, w->ld, p->count, b->d, factor_of(b), p->query);
-    rows_to_strips(w->rows, w->ld, p->count, b->d, p->query_rows);
-    p->wild |= pack_rows(&b->dout, b->dim_v, (int)b->type, batch, head, p->row, 0, p->count, w->rows, w->ld);
-    rows_to_panel(w->rows, w->ld, p->count, b->dim_v, 1, p->dout);
-    rows_to_strips(w->rows, w->ld, p->count, b->dim_v, p->dout_rows);
+    p->wild = rows_to_strips(&b->q, b, batch, head, p->row, p->count, b->d, factor_of(b), p->query, p->query_rows);
+    p->wild |= rows_to_strips(&b->dout, b, batch, head, p->row, p->count, b->dim_v, 1, p->dout, p->dout_rows);
 }
 
 /* ---------------------------------------------------------------- a tile */
@@ -263,7 +261,7 @@ static int64_t backward_task(backward_room *w, call *c, int thread, task *k, int
         for (int64_t i = 0, turn = 0; i < k->n; i++) {
             gradient_panel *p = &w->panels[i];
             if (!sees_tile(c, k->sees[i], index)) continue;
-            if (!k->opened[i]) open_gradient_panel(p, w, c, k->batch, k->head, k->first + i);
+            if (!k->opened[i]) open_gradient_panel(p, c, k->batch, k->head, k->first + i);
             k->opened[i] = 1;
             stream ahead[7] = {0}; /* K, V, dK, dV, Q, dO, dQ */
             const int last = next_tile(c, k->sees[i], index + 1, k->end) == k->end;

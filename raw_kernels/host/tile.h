@@ -68,8 +68,8 @@ INLINE void take_tile(arena *a, key_tile *t, const call *c)
     take_positions(a, t, c);
 }
 
-/* Rows [from, to) of one head of an array, of any type and stride, as REAL; columns up to whole blocks become 0.  Returns
- * whether an infinity or a NaN is among them. */
+/* Rows [from, to) of one head of an array, of any type and stride, as REAL.  Returns whether an infinity or a NaN is among
+ * them. */
 NOINLINE int pack_rows(const burst_array *x, int64_t n, int type, int64_t batch, int64_t head, int64_t first, int64_t from, int64_t to,
                      REAL *rows, int64_t ld)
 {
@@ -80,9 +80,14 @@ NOINLINE int pack_rows(const burst_array *x, int64_t n, int type, int64_t batch,
     else
         for (int64_t i = from; i < to; i++)
             wild |= load_row(row_at(x, batch, first + i, head), x->step[3], n, rows + i * ld, type);
+    return wild;
+}
+
+/* Columns up to whole blocks become 0. */
+INLINE void pad_rows(REAL *rows, int64_t ld, int64_t from, int64_t to, int64_t n)
+{
     for (int64_t i = from; i < to; i++)
         for (int64_t j = n; j < ROUND_UP(n, KR); j++) rows[i * ld + j] = 0;
-    return wild;
 }
 
 NOINLINE void pack_keys(key_tile *t, const call *c, int64_t batch, int64_t head, int64_t part, int64_t parts)
@@ -91,6 +96,8 @@ NOINLINE void pack_keys(key_tile *t, const call *c, int64_t batch, int64_t head,
     const int64_t from = part_start(t, part, parts), to = part_start(t, part + 1, parts), padding = t->blocks * KR - t->live;
     t->wild_k |= pack_rows(&b->k, b->d, (int)b->type, batch, head, t->first, from, to, t->k, t->ld_k);
     t->wild_v |= pack_rows(&b->v, b->dim_v, (int)b->type, batch, head, t->first, from, to, t->v, t->ld_v);
+    pad_rows(t->k, t->ld_k, from, to, b->d);
+    pad_rows(t->v, t->ld_v, from, to, b->dim_v);
     if (to < t->live || !padding) return;
     memset(t->k + t->live * t->ld_k, 0, padding * t->ld_k * sizeof(REAL)); /* P is 0 there, and 0 times it must be 0 */
     memset(t->v + t->live * t->ld_v, 0, padding * t->ld_v * sizeof(REAL));
