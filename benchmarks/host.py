@@ -83,11 +83,11 @@ class Ours:
         scores = rules.scores(d)
         need = max(backend.scratch_bytes(dims, scores, rows, rows, way) for way in (False, True))
         self.work = Work(sight, scores, backend.allocate(need))
-        self.state, self.lse = np.empty(self.q.shape, acc), np.empty((1, heads, rows), acc)
-        self.out = np.empty(self.q.shape, self.q.dtype)
-        self.delta = np.empty(self.lse.shape, acc)
-        self.dq, self.dk, self.dv = (np.empty(x.shape, acc) for x in (self.q, self.k, self.v))
-        self.grads = [np.empty_like(x) for x in (self.q, self.k, self.v)]
+        self.state, self.lse = backend.empty(self.q.shape, acc), backend.empty((1, heads, rows), acc)
+        self.out = backend.empty(self.q.shape, self.q.dtype)
+        self.delta = backend.empty(self.lse.shape, acc)
+        self.dq, self.dk, self.dv = (backend.empty(x.shape, acc) for x in (self.q, self.k, self.v))
+        self.grads = [backend.empty(x.shape, x.dtype) for x in (self.q, self.k, self.v)]
         pairs = float((self.hi.astype(np.int64) - self.lo).sum())
         self.flops = (4 * pairs * d * heads, 10 * pairs * d * heads)
 

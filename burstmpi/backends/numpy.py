@@ -56,8 +56,8 @@ class NumpyBackend:
     call = on
 
     def empty(self, shape, dtype) -> np.ndarray:
-        """Give a new array."""
-        return np.empty(shape, dtype)
+        """Give a new array, aligned to ALIGN: NumPy's own start 16 bytes behind a line, and then every vector of a row lies in two."""
+        return self.view(self.allocate(prod(shape) * np.dtype(dtype).itemsize), 0, shape, dtype)
 
     def indices(self, targets, fill, progress=None):
         """Write index vectors where they are wanted."""

@@ -115,7 +115,7 @@ NOINLINE void weigh_with_maximum(panel *p, forward_room *w, int64_t from, int64_
         const float factor = bend_scores(&w->tile, block, &p->q, b, &w->how, s, NULL);
         if (factor != 1) scale_block(s, factor);
     }
-    raise_maximum(p, w->s, keys, b->dim_v);
+    raise_maximum(p, w->s, keys, b->dim_v, 0);
     UNROLL for (int j = 0; j < VR; j++) sum[j] = zero();
     weigh_wide(w->s, keys, LOG2E, p, w->p, w->plane, sum);
 }

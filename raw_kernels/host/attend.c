@@ -72,6 +72,14 @@ int burst_attend_backward(burst_block *b)
     return atomic_load(&c.stop);
 }
 
+/* n numbers as REAL: where they lie, if they are that already, else in room [n] */
+INLINE const REAL *as_real(const char *src, int64_t step, int64_t n, REAL *room, int type)
+{
+    if (type == (int)TYPE_OF_REAL && step == sizeof(REAL)) return (const REAL *)src;
+    load_row(src, step, n, room, type);
+    return room;
+}
+
 /* delta_i = sum_c dout_ic out_ic; out is `final` here, both of the caller's type */
 void burst_delta(burst_block *b)
 {
@@ -81,16 +89,23 @@ void burst_delta(burst_block *b)
     for (int64_t batch = 0; batch < b->batch; batch++)
         for (int64_t row = 0; row < b->rows_q; row++)
             for (int64_t head = 0; head < b->heads; head++) {
-                const char *x = row_at(&b->dout, batch, row, head), *y = row_at(&b->final, batch, row, head);
-                REAL sum[8] = {0}, part[2][64];
+                const char *from_x = row_at(&b->dout, batch, row, head), *from_y = row_at(&b->final, batch, row, head);
+                REAL room[2][64], rest = 0;
+                vec sum[4] = {{0}};
                 for (int64_t c = 0; c < b->dim_v; c += 64) {
                     const int64_t n = MIN(64, b->dim_v - c);
-                    load_row(x + c * b->dout.step[3], b->dout.step[3], n, part[0], (int)b->type);
-                    load_row(y + c * b->final.step[3], b->final.step[3], n, part[1], (int)b->type);
-                    for (int64_t i = 0; i < n; i++) sum[i & 7] += part[0][i] * part[1][i];
+                    const REAL *x = as_real(from_x + c * b->dout.step[3], b->dout.step[3], n, room[0], (int)b->type);
+                    const REAL *y = as_real(from_y + c * b->final.step[3], b->final.step[3], n, room[1], (int)b->type);
+                    int64_t i = 0;
+                    for (; i + 4 * LANES <= n; i += 4 * LANES)
+                        UNROLL for (int j = 0; j < 4; j++) sum[j] += loadu(x + i + j * LANES) * loadu(y + i + j * LANES);
+                    for (; i + LANES <= n; i += LANES) sum[0] += loadu(x + i) * loadu(y + i);
+                    for (; i < n; i++) rest += x[i] * y[i];
                 }
-                *entry_at(&b->delta, batch, head, row) =
-                    ((sum[0] + sum[4]) + (sum[1] + sum[5])) + ((sum[2] + sum[6]) + (sum[3] + sum[7]));
+                vec all = (sum[0] + sum[1]) + (sum[2] + sum[3]);
+                UNROLL for (int half = LANES / 2; half > 0; half /= 2)
+                    UNROLL for (int i = 0; i < half; i++) all[i] += all[i + half];
+                *entry_at(&b->delta, batch, head, row) = all[0] + rest;
             }
 }
 

@@ -49,38 +49,33 @@ INLINE void take_backward(arena *a, backward_room *w, const call *c)
     }
 }
 
-/* rows [count, n] at row stride ld -> strips; rows and columns beyond become 0 */
-NOINLINE void rows_to_strips(const REAL *rows, int64_t ld, int count, int64_t n, REAL *strips)
+/* The rows of a panel as strips, [NR, width] one after another, and times factor as panel [n, NR]; rows and columns beyond
+ * become 0.  Returns whether an infinity or a NaN is among them. */
+NOINLINE int rows_to_strips(const burst_array *x, const burst_block *b, int64_t batch, int64_t head, int64_t row, int count, int64_t n,
+                            REAL factor, REAL *panel, REAL *strips)
 {
-    int64_t column = 0;
+    burst_array part = *x;
+    int64_t left = n;
+    int wild = 0;
     for (int s = 0; s < strips_of(n); s++) {
-        const int width = strip_width(n, s) * LANES;
-        for (int i = 0; i < NR; i++) {
-            const int live = i < count ? (int)MIN(width, n - column) : 0;
-            if (live == width)
-                for (int c = 0; c < width; c += LANES) store(strips + i * width + c, load(rows + i * ld + column + c));
-            else
-                for (int c = 0; c < width; c++) strips[i * width + c] = c < live ? rows[i * ld + column + c] : 0;
-        }
-        strips += (int64_t)NR * width;
-        column += width;
+        const int64_t width = strip_width(n, s) * LANES, live = MIN(width, left);
+        if (count < NR || live < width) memset(strips, 0, NR * width * sizeof(REAL));
+        wild |= pack_rows(&part, live, (int)b->type, batch, head, row, 0, count, strips, width);
+        rows_to_panel(strips, width, count, live, factor, panel);
+        part.data += width * part.step[3];
+        strips += NR * width;
+        panel += NR * width;
+        left -= width;
     }
+    return wild;
 }
 
-NOINLINE void open_gradient_panel(gradient_panel *p, backward_room *w, const call *c, int64_t batch, int64_t head,
-                                  int64_t index)
+NOINLINE void open_gradient_panel(gradient_panel *p, const call *c, int64_t batch, int64_t head, int64_t index)
 {
     const burst_block *b = c->b;
     open_gradient(p, c, batch, head, index);
-    for (int i = 0; i < p->count; i++)
-        p->wild |= load_row(row_at(&b->q, batch, p->row + i, head), b->q.step[3], b->d, w->rows + i * w->ld, (int)b->type);
-    rows_to_panel(w->rows, w->ld, p->count, b->d, factor_of(b), p->query);
-    rows_to_strips(w->rows, w->ld, p->count, b->d, p->query_rows);
-    for (int i = 0; i < p->count; i++)
-        p->wild |= load_row(row_at(&b->dout, batch, p->row + i, head), b->dout.step[3], b->dim_v, w->rows + i * w->ld,
-                            (int)b->type);
-    rows_to_panel(w->rows, w->ld, p->count, b->dim_v, 1, p->dout);
-    rows_to_strips(w->rows, w->ld, p->count, b->dim_v, p->dout_rows);
+    p->wild = rows_to_strips(&b->q, b, batch, head, p->row, p->count, b->d, factor_of(b), p->query, p->query_rows);
+    p->wild |= rows_to_strips(&b->dout, b, batch, head, p->row, p->count, b->dim_v, 1, p->dout, p->dout_rows);
 }
 
 /* ---------------------------------------------------------------- a tile */
@@ -179,10 +174,12 @@ NOINLINE int backward_tile(gradient_panel *p, backward_room *w, const burst_bloc
     seen_blocks(t, &p->q, &from, &to, &full);
     if (from == to) return 0;
     const int capped = w->how.softcap != 0, plain = !capped && !w->how.alibi;
+    const int64_t keys = (to - from) * KR, slots_behind = keys / ASK * (ROUND_UP(b->d, KR) / KR);
     edges edge;
     if (!full) find_edges(&edge, t, &p->q, from, to);
     for (int64_t block = from; block < to; block++) {
-        const char *const *soon = wish(&w->soon, b->d, 2 * (to - block)), *const *later = wish(&w->soon, b->dim_v, 2 * (to - block) - 1);
+        const int64_t more = (to - block - 1) * (b->d / ASK + b->dim_v / ASK) + slots_behind;
+        const char *const *soon = wish(&w->soon, b->d / ASK, b->dim_v / ASK + more), *const *later = wish(&w->soon, b->dim_v / ASK, more);
         REAL *weights = w->p + (block - from) * KR * NR, *ds = w->ds + (block - from) * KR * NR;
         const int cut = !full && block_sight(t, &p->q, block) != FULL;
         const REAL *k = t->k + block * KR * t->ld_k, *v = t->v + block * KR * t->ld_v;
@@ -205,7 +202,7 @@ NOINLINE int backward_tile(gradient_panel *p, backward_room *w, const burst_bloc
             slope_block(v, t->ld_v, b->dim_v, p, weights, ds, later);
         }
     }
-    const int64_t keys = (to - from) * KR, all = ROUND_UP(BURST_KEYS_BACKWARD, KR);
+    const int64_t all = ROUND_UP(BURST_KEYS_BACKWARD, KR);
     const int careful = !full && (t->wild_k || t->wild_v || p->wild);
     const REAL *rows = t->k + from * KR * t->ld_k;
     if (careful) {
@@ -219,9 +216,9 @@ NOINLINE int backward_tile(gradient_panel *p, backward_room *w, const burst_bloc
         add_rows(w->p, p->dout_rows, w->dv, from * KR, keys, all, b->dim_v, spans);
         add_rows(w->ds, p->query_rows, w->dk, from * KR, keys, all, b->d, spans);
         if (full)
-            add_panel(rows, t->ld_k, w->ds, keys, p->dq, b->d);
+            add_panel(rows, t->ld_k, w->ds, keys, p->dq, b->d, &w->soon);
         else
-            add_panel_runs(rows, t->ld_k, w->ds, edge.runs, edge.n, p->dq, b->d);
+            add_panel_runs(rows, t->ld_k, w->ds, keys, edge.runs, edge.n, p->dq, b->d, &w->soon);
     }
     return 1;
 }
@@ -264,19 +261,21 @@ static int64_t backward_task(backward_room *w, call *c, int thread, task *k, int
         for (int64_t i = 0, turn = 0; i < k->n; i++) {
             gradient_panel *p = &w->panels[i];
             if (!sees_tile(c, k->sees[i], index)) continue;
-            if (!k->opened[i]) open_gradient_panel(p, w, c, k->batch, k->head, k->first + i);
+            if (!k->opened[i]) open_gradient_panel(p, c, k->batch, k->head, k->first + i);
             k->opened[i] = 1;
-            stream ahead[6] = {0}; /* K, V, dK, dV, Q, dO */
+            stream ahead[7] = {0}; /* K, V, dK, dV, Q, dO, dQ */
+            const int last = next_tile(c, k->sees[i], index + 1, k->end) == k->end;
             if (after < k->end) stream_keys(ahead, &w->next, c, k->batch, k->kv_head, turn, turns);
             const int64_t from = key + live * turn / turns, to = key + live * (turn + 1) / turns;
             ahead[2] = stream_of(&b->dk, k->batch, k->kv_head, from, to, b->d, TYPE_OF_REAL);
             ahead[3] = stream_of(&b->dv, k->batch, k->kv_head, from, to, b->dim_v, TYPE_OF_REAL);
             ahead[4] = stream_panel(&b->q, c, k, i, b->d);
             ahead[5] = stream_panel(&b->dout, c, k, i, b->dim_v);
-            collect(&w->soon, ahead, 6, MAX(b->d, b->dim_v) / ASK);
+            ahead[6] = stream_of(&b->dq, k->batch, k->head, p->row, last ? p->row + p->count : p->row, b->d, TYPE_OF_REAL);
+            collect(&w->soon, ahead, 7);
             computed += backward_tile(p, w, b);
             if (after < k->end) pack_keys(&w->next, c, k->batch, k->kv_head, turn, turns);
-            if (next_tile(c, k->sees[i], index + 1, k->end) == k->end) close_gradient(p, c, k->batch, k->head, w->rows, w->ld);
+            if (last) close_gradient(p, c, k->batch, k->head, w->rows, w->ld);
             if (!carry_on(c, thread)) return computed;
             turn++;
         }

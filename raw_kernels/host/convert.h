@@ -87,30 +87,37 @@ INLINE word load_row_typed(const char *src, int64_t step, int64_t n, REAL *dst, 
     return top;
 }
 
-/* The caller's type is REAL and a row is dense: whole vectors. */
-INLINE int load_row_same(const REAL *src, int64_t n, REAL *dst)
+/* The caller's type is REAL and rows are dense: whole vectors. */
+INLINE int load_rows_same(const REAL *src, int64_t step, int64_t rows, int64_t n, REAL *dst, int64_t ld)
 {
-    int64_t c = 0;
-    ivec top = (ivec){0};
-    for (; c + LANES <= n; c += LANES) {
-        const vec x = loadu(src + c);
-        const ivec size = (ivec)x & (ivec)splat(INFINITY); /* the exponent: all ones for infinities and NaN */
-        top |= size == (ivec)splat(INFINITY);
-        storeu(dst + c, x);
+    vec spoilt[4] = {{0}}; /* sums of 0 x: NaN where an x is infinite or NaN */
+    REAL rest = 0;
+    for (; rows > 0; rows--, src += step, dst += ld) {
+        int64_t c = 0;
+        for (; c + 4 * LANES <= n; c += 4 * LANES)
+            UNROLL for (int i = 0; i < 4; i++) {
+                const vec x = loadu(src + c + i * LANES);
+                spoilt[i] += x * 0;
+                storeu(dst + c + i * LANES, x);
+            }
+        for (; c + LANES <= n; c += LANES) {
+            const vec x = loadu(src + c);
+            spoilt[0] += x * 0;
+            storeu(dst + c, x);
+        }
+        for (; c < n; c++) {
+            dst[c] = src[c];
+            rest += src[c] * 0;
+        }
     }
-    int wild = any(top);
-    for (; c < n; c++) {
-        dst[c] = src[c];
-        wild |= magnitude(src[c]) >= INFINITE;
-    }
-    return wild;
+    return any((spoilt[0] + spoilt[1]) + (spoilt[2] + spoilt[3]) != 0) || rest != 0;
 }
 
 /* dst[0..n) = src; returns whether an infinity or a NaN is among them. */
 INLINE int load_row(const char *src, int64_t step, int64_t n, REAL *restrict dst, int type)
 {
     word top;
-    if (step == sizeof(REAL) && type == (int)TYPE_OF_REAL) return load_row_same((const REAL *)src, n, dst);
+    if (step == sizeof(REAL) && type == (int)TYPE_OF_REAL) return load_rows_same((const REAL *)src, 0, 1, n, dst, 0);
     if (step != SIZE_OF_TYPE[type])
         top = load_row_typed(src, step, n, dst, type, 0);
     else if (type == BURST_F64)
@@ -169,19 +176,26 @@ INLINE int is_even(const burst_array *x, int64_t n, int type)
     return type == (int)TYPE_OF_REAL && x->step[3] == sizeof(REAL) && x->step[1] % (int64_t)sizeof(REAL) == 0 && n % LANES == 0;
 }
 
-/* rows [n, NR] of REAL at row stride ld -> panel[c][lane]: the first `rows` lanes; others become 0 */
+/* rows [NR, n] of REAL at row stride ld -> panel[c][lane]: the first `count` lanes; others become 0 */
 NOINLINE void rows_to_panel(const REAL *rows, int64_t ld, int count, int64_t n, REAL factor, REAL *panel)
 {
     for (int j = 0; j < VR; j++)
         for (int64_t c = 0; c < n; c += LANES) {
             vec r[VBYTES / sizeof(REAL)];
-            const int left = (int)(n - c < LANES ? n - c : LANES);
-            UNROLL for (int i = 0; i < LANES; i++) {
+            const REAL *from = rows + j * LANES * ld + c;
+            REAL *to = panel + c * NR + j * LANES;
+            if ((j + 1) * LANES <= count && c + LANES <= n) {
+                UNROLL for (int i = 0; i < LANES; i++) r[i] = loadu(from + i * ld) * factor;
+                transpose(r);
+                UNROLL for (int i = 0; i < LANES; i++) store(to + i * NR, r[i]);
+                continue;
+            }
+            for (int i = 0; i < LANES; i++) {
                 r[i] = zero();
-                if (j * LANES + i < count) r[i] = loadu(rows + (j * LANES + i) * ld + c) * factor;
+                if (j * LANES + i < count) r[i] = loadu(from + i * ld) * factor;
             }
             transpose(r);
-            for (int i = 0; i < left; i++) store(panel + (c + i) * NR + j * LANES, r[i]);
+            for (int i = 0; i < LANES && c + i < n; i++) store(to + i * NR, r[i]);
         }
 }
 

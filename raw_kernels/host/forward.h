@@ -4,8 +4,8 @@
  *   P = 2^(S - m),  l += sum P    still in registers; P to L1
  *   O' += V' P                    from L1
  *
- * There is no maximum in this loop: m is that of the first tile a lane sees, and stays.  A lane whose sum over a tile
- * reaches LIMIT has that tile done again by `tile_with_maximum`, the classic way, which also does first tiles.
+ * There is no maximum in this loop: m is that of the first block a lane sees, and stays.  A lane whose sum over a tile
+ * reaches LIMIT has that tile done again by `tile_with_maximum`, the classic way.
  */
 #ifndef BURST_FORWARD_H
 #define BURST_FORWARD_H
@@ -47,8 +47,7 @@ NOINLINE void open_panel(panel *p, forward_room *w, const call *c, int64_t batch
         rows_to_panel(rows, b->q.step[1] / (int64_t)sizeof(REAL), p->count, b->d, factor_of(b), p->query);
         return;
     }
-    for (int i = 0; i < p->count; i++)
-        load_row(row_at(&b->q, batch, p->row + i, head), b->q.step[3], b->d, w->rows + i * w->ld, (int)b->type);
+    pack_rows(&b->q, b->d, (int)b->type, batch, head, p->row, 0, p->count, w->rows, w->ld);
     rows_to_panel(w->rows, w->ld, p->count, b->d, factor_of(b), p->query);
 }
 
@@ -121,18 +120,18 @@ NOINLINE void tile_with_maximum(panel *p, forward_room *w, int64_t from, int64_t
     const int64_t keys = (to - from) * KR;
     for (int64_t block = from; block < to; block++)
         score_any(&w->tile, block, &p->q, p->query, d, &w->how, w->p + (block - from) * KR * NR, NULL);
-    raise_maximum(p, w->p, keys, dv);
+    raise_maximum(p, w->p, keys, dv, 0);
     UNROLL for (int j = 0; j < VR; j++) sum[j] = zero();
     weigh_stored(w->p, keys, p, sum);
 }
 
-/* A panel's first tile: any block that all lanes see gives each an m, and spares the tile the classic way. */
-NOINLINE void first_maximum(panel *p, forward_room *w, int64_t from, int64_t to, const burst_block *b)
+/* The block of a panel's first tile that gives each lane its m: one that all lanes see, as the largest of KR scores is seldom
+ * far below that of the row, else the first. */
+INLINE int64_t leading_block(const key_tile *t, const lanes *q, int64_t from, int64_t to)
 {
-    while (from < to && block_sight(&w->tile, &p->q, from) != FULL) from++;
-    if (from == to) return;
-    score_any(&w->tile, from, &p->q, p->query, b->d, &w->how, w->p, NULL);
-    raise_maximum(p, w->p, KR, b->dim_v);
+    for (int64_t block = from; block < to; block++)
+        if (block_sight(t, q, block) == FULL) return block;
+    return from;
 }
 
 /* Returns how many counted tiles it computed. */
@@ -144,29 +143,33 @@ NOINLINE int forward_tile(panel *p, forward_room *w, const burst_block *b)
     seen_blocks(t, &p->q, &from, &to, &full);
     if (from == to) return 0;
     const int plain = w->how.softcap == 0 && !w->how.alibi;
+    const int64_t keys = (to - from) * KR, slots_behind = keys / ASK * (ROUND_UP(b->dim_v, KR) / KR);
     edges edge;
     if (!full) find_edges(&edge, t, &p->q, from, to);
     vec sum[VR];
     UNROLL for (int j = 0; j < VR; j++) sum[j] = (vec){0};
-    if (p->unset) first_maximum(p, w, from, to, b);
-    if (p->wide || (p->unset && waits_for(p, t->min, t->max))) {
+    if (p->wide) {
         tile_with_maximum(p, w, from, to, b->d, b->dim_v, sum);
     } else {
-        for (int64_t block = from; block < to; block++) {
-            const char *const *soon = wish(&w->soon, b->d, to - block);
+        const int64_t lead = p->unset ? leading_block(t, &p->q, from, to) : from;
+        for (int64_t i = from; i < to; i++) {
+            const int64_t block = i == from ? lead : i <= lead ? i - 1 : i;
+            const int waits = p->unset && waits_for(p, t->block_min[block], t->block_max[block]);
+            const char *const *soon = wish(&w->soon, b->d / ASK, (to - i - 1) * (b->d / ASK) + slots_behind);
             REAL *weights = w->p + (block - from) * KR * NR;
             const REAL *k = t->k + block * KR * t->ld_k;
-            if (plain && (full || block_sight(t, &p->q, block) == FULL)) {
+            if (plain && !waits && (full || block_sight(t, &p->q, block) == FULL)) {
                 weigh_full(k, t->ld_k, p->query, b->d, p->ref, weights, sum, soon);
-            } else if (plain) {
+            } else if (plain && !waits) {
                 weigh_cut(k, t->ld_k, p->query, b->d, p->ref, weights, sum, &p->q, t->pos + block * KR,
                           edge.spans[block - from], soon);
             } else {
                 score_any(t, block, &p->q, p->query, b->d, &w->how, weights, NULL);
+                if (waits) raise_maximum(p, weights, KR, b->dim_v, 1);
                 weigh_stored(weights, KR, p, sum);
             }
         }
-        if (too_high(sum)) tile_with_maximum(p, w, from, to, b->d, b->dim_v, sum);
+        if (p->wide || too_high(sum)) tile_with_maximum(p, w, from, to, b->d, b->dim_v, sum);
     }
     UNROLL for (int j = 0; j < VR; j++) store(p->l + j * LANES, load(p->l + j * LANES) + sum[j]);
     const REAL *values = t->v + from * KR * t->ld_v;
@@ -174,9 +177,9 @@ NOINLINE int forward_tile(panel *p, forward_room *w, const burst_block *b)
         add_panel_carefully(values, t->ld_v, w->p, MIN(to * KR, t->live) - from * KR, p->out, b->dim_v, &p->q,
                             t->pos + from * KR);
     else if (full)
-        add_panel(values, t->ld_v, w->p, (to - from) * KR, p->out, b->dim_v);
+        add_panel(values, t->ld_v, w->p, keys, p->out, b->dim_v, &w->soon);
     else
-        add_panel_runs(values, t->ld_v, w->p, edge.runs, edge.n, p->out, b->dim_v);
+        add_panel_runs(values, t->ld_v, w->p, keys, edge.runs, edge.n, p->out, b->dim_v, &w->soon);
     return (int)((to * KR - 1) / BURST_KEYS_BACKWARD - from * KR / BURST_KEYS_BACKWARD + 1);
 }
 
@@ -219,7 +222,7 @@ static int64_t forward_task(forward_room *w, call *c, int thread, task *k)
             ahead[2] = stream_panel(&b->q, c, k, i, b->d);
             const int last = next_tile(c, k->sees[i], index + 1, k->end) == k->end;
             ahead[3] = stream_of(to, k->batch, k->head, p->row, last ? p->row + p->count : p->row, b->dim_v, to_type);
-            collect(&w->soon, ahead, 4, b->d / ASK);
+            collect(&w->soon, ahead, 4);
             computed += forward_tile(p, w, b);
             if (after < k->end) pack_keys(&w->next, c, k->batch, k->kv_head, turn, turns);
             if (last) close_panel(p, c, k->batch, k->head, w->rows, w->ld);

@@ -15,7 +15,26 @@
 
 #ifndef BURST_AMX /* which has its own: amx.h */
 
-#define ASK 4 /* columns of a product for each line that is asked for */
+/* What a panel asks for while it computes a tile: a line every ASK columns or keys of its products, rather than many at once,
+ * which would keep all of L1's fill buffers busy that the operands need. */
+enum { ASK = 4, MOST_LINES = 1536, MOST_SLOTS = 128 };
+typedef struct {
+    int64_t next, n;
+    const char *line[MOST_LINES + MOST_SLOTS]; /* behind the last one: lines that are there anyway */
+} wishes;
+
+/* The next lines for a product that has `slots` for them, or NULL; later products have `rest`.  What is too much for all of
+ * them is asked for now, this product's share of it. */
+INLINE const char *const *wish(wishes *w, int64_t slots, int64_t rest)
+{
+    if (w->next >= w->n || slots > MOST_SLOTS) return NULL;
+    const int64_t over = w->n - w->next - slots - rest;
+    if (over > 0)
+        for (int64_t i = 0; i < over * slots; i += slots + rest) __builtin_prefetch(w->line[w->next++], 0, 3);
+    const char *const *lines = w->line + w->next;
+    w->next += slots;
+    return lines;
+}
 
 /* One column's share of the scores */
 INLINE void score_column(const REAL *k, int64_t ld, const REAL *panel, vec acc[KR][VR], const int NV)
@@ -46,15 +65,19 @@ INLINE void score_block(const REAL *k,     /* [KR, d], row stride ld */
 /* acc += rows' p over keys, for the vectors [FIRST, LAST) of a panel */
 INLINE void add_keys(const REAL *rows, /* [keys, KR] of rows at stride ld: one key's broadcasts share a line */
                      int64_t ld,
-                     const REAL *p,    /* [keys, NR] */
-                     int64_t keys, vec acc[KR][VR], const int FIRST, const int LAST)
+                     const REAL *p,    /* [keys, NR]; keys is a multiple of ASK */
+                     int64_t keys, vec acc[KR][VR], const int FIRST, const int LAST,
+                     const char *const *soon) /* [keys / ASK] or NULL */
 {
-    for (int64_t key = 0; key < keys; key++) {
-        vec b[VR];
-        UNROLL for (int j = FIRST; j < LAST; j++) b[j] = load(p + key * NR + j * LANES);
-        UNROLL for (int i = 0; i < KR; i++) {
-            const vec x = splat(rows[key * ld + i]);
-            UNROLL for (int j = FIRST; j < LAST; j++) acc[i][j] += x * b[j];
+    for (int64_t key = 0; key < keys; key += ASK) {
+        if (soon) __builtin_prefetch(*soon++, 0, 3);
+        UNROLL for (int step = 0; step < ASK; step++) {
+            vec b[VR];
+            UNROLL for (int j = FIRST; j < LAST; j++) b[j] = load(p + (key + step) * NR + j * LANES);
+            UNROLL for (int i = 0; i < KR; i++) {
+                const vec x = splat(rows[(key + step) * ld + i]);
+                UNROLL for (int j = FIRST; j < LAST; j++) acc[i][j] += x * b[j];
+            }
         }
     }
 }
@@ -72,12 +95,12 @@ INLINE void add_sums(REAL *o, vec acc[KR][VR]) /* o: [KR, NR] */
 }
 
 /* o += rows' p; rows: [keys, columns], columns padded with zeros to whole blocks */
-NOINLINE void add_panel(const REAL *rows, int64_t ld, const REAL *p, int64_t keys, REAL *o, int64_t columns)
+NOINLINE void add_panel(const REAL *rows, int64_t ld, const REAL *p, int64_t keys, REAL *o, int64_t columns, wishes *w)
 {
     for (int64_t c = 0; c < columns; c += KR) {
         vec acc[KR][VR];
         clear_sums(acc);
-        add_keys(rows + c, ld, p, keys, acc, 0, VR);
+        add_keys(rows + c, ld, p, keys, acc, 0, VR, wish(w, keys / ASK, (columns - c - 1) / KR * (keys / ASK)));
         add_sums(o + c * NR, acc);
     }
 }
@@ -96,25 +119,28 @@ typedef struct {
 _Static_assert(VR == 3, "the runs below");
 
 /* The same where a panel sees the keys in part: what a whole vector does not see is not computed. */
-NOINLINE void add_panel_runs(const REAL *rows, int64_t ld, const REAL *p, const run_of_keys *runs, int n, REAL *o, int64_t columns)
+NOINLINE void add_panel_runs(const REAL *rows, int64_t ld, const REAL *p, int64_t keys, const run_of_keys *runs, int n, REAL *o,
+                             int64_t columns, wishes *w)
 {
     for (int64_t c = 0; c < columns; c += KR) {
         vec acc[KR][VR];
         const REAL *row = rows + c, *weights = p;
+        const char *const *soon = wish(w, keys / ASK, (columns - c - 1) / KR * (keys / ASK));
         clear_sums(acc);
         for (int i = 0; i < n; i++) {
-            const int64_t keys = runs[i].keys;
+            const int64_t some = runs[i].keys;
             switch (runs[i].seen.first * 4 + runs[i].seen.last) {
-            case 1: add_keys(row, ld, weights, keys, acc, 0, 1); break;
-            case 2: add_keys(row, ld, weights, keys, acc, 0, 2); break;
-            case 3: add_keys(row, ld, weights, keys, acc, 0, 3); break;
-            case 6: add_keys(row, ld, weights, keys, acc, 1, 2); break;
-            case 7: add_keys(row, ld, weights, keys, acc, 1, 3); break;
-            case 11: add_keys(row, ld, weights, keys, acc, 2, 3); break;
+            case 1: add_keys(row, ld, weights, some, acc, 0, 1, soon); break;
+            case 2: add_keys(row, ld, weights, some, acc, 0, 2, soon); break;
+            case 3: add_keys(row, ld, weights, some, acc, 0, 3, soon); break;
+            case 6: add_keys(row, ld, weights, some, acc, 1, 2, soon); break;
+            case 7: add_keys(row, ld, weights, some, acc, 1, 3, soon); break;
+            case 11: add_keys(row, ld, weights, some, acc, 2, 3, soon); break;
             default: break; /* nobody */
             }
-            row += keys * ld;
-            weights += keys * NR;
+            row += some * ld;
+            weights += some * NR;
+            if (soon) soon += some / ASK;
         }
         add_sums(o + c * NR, acc);
     }

@@ -98,15 +98,18 @@ NOINLINE void close_panel(panel *p, const call *c, int64_t batch, int64_t head, 
     }
 }
 
-/* Scores s [keys, NR] are there: take their maximum, and bring all that was summed so far to it. */
-NOINLINE void raise_maximum(panel *p, const REAL *s, int64_t keys, int64_t dv)
+/* Scores s [keys, NR] are there: take their maximum, and bring all that was summed so far to it.  Where `settled`, lanes that
+ * have an m keep it. */
+NOINLINE void raise_maximum(panel *p, const REAL *s, int64_t keys, int64_t dv, int settled)
 {
     p->unset = p->wide = 0;
     for (int j = 0; j < VR; j++) {
         const vec old = load(p->top + j * LANES);
         vec top = old;
         for (int64_t i = 0; i < keys; i++) top = larger(load(s + i * NR + j * LANES), top);
-        const ivec none = top == (REAL)-INFINITY, nothing = old == (REAL)-INFINITY;
+        const ivec nothing = old == (REAL)-INFINITY;
+        if (settled) top = pick(nothing, top, old);
+        const ivec none = top == (REAL)-INFINITY;
         const vec old_ref = load(p->ref + j * LANES), old_low = load(p->low + j * LANES);
         const vec ref = pick(none, splat(0), top * LOG2E);
         const ivec far = ((ref >= FAR_SCORE) | (ref <= -FAR_SCORE)) & (ref - ref == 0); /* and finite */
@@ -136,9 +139,10 @@ INLINE int too_high(const vec *sum)
 /* Whether a lane that has no m yet may see one of the keys at positions min to max */
 INLINE int waits_for(const panel *p, INT min, INT max)
 {
-    for (int i = 0; i < NR; i++)
-        if (p->top[i] == (REAL)-INFINITY && p->q.lo[i] <= max && p->q.hi[i] > min) return 1;
-    return 0;
+    ivec waits = (ivec){0};
+    UNROLL for (int j = 0; j < VR; j++)
+        waits |= (load(p->top + j * LANES) == (REAL)-INFINITY) & (loadi(p->q.lo + j * LANES) <= max) & (loadi(p->q.hi + j * LANES) > min);
+    return any(waits);
 }
 
 #endif

@@ -68,18 +68,26 @@ INLINE void take_tile(arena *a, key_tile *t, const call *c)
     take_positions(a, t, c);
 }
 
-/* Rows [from, to) of one head of an array, of any type and stride, as REAL; columns up to whole blocks become 0.  Returns
- * whether an infinity or a NaN is among them. */
-INLINE int pack_rows(const burst_array *x, int64_t n, int type, int64_t batch, int64_t head, int64_t first, int64_t from, int64_t to,
+/* Rows [from, to) of one head of an array, of any type and stride, as REAL.  Returns whether an infinity or a NaN is among
+ * them. */
+NOINLINE int pack_rows(const burst_array *x, int64_t n, int type, int64_t batch, int64_t head, int64_t first, int64_t from, int64_t to,
                      REAL *rows, int64_t ld)
 {
     int wild = 0;
-    for (int64_t i = from; i < to; i++) {
-        REAL *row = rows + i * ld;
-        wild |= load_row(row_at(x, batch, first + i, head), x->step[3], n, row, type);
-        for (int64_t j = n; j < ROUND_UP(n, KR); j++) row[j] = 0;
-    }
+    if (type == (int)TYPE_OF_REAL && x->step[3] == sizeof(REAL) && x->step[1] % (int64_t)sizeof(REAL) == 0)
+        wild = load_rows_same((const REAL *)row_at(x, batch, first + from, head), x->step[1] / (int64_t)sizeof(REAL), to - from, n,
+                              rows + from * ld, ld);
+    else
+        for (int64_t i = from; i < to; i++)
+            wild |= load_row(row_at(x, batch, first + i, head), x->step[3], n, rows + i * ld, type);
     return wild;
+}
+
+/* Columns up to whole blocks become 0. */
+INLINE void pad_rows(REAL *rows, int64_t ld, int64_t from, int64_t to, int64_t n)
+{
+    for (int64_t i = from; i < to; i++)
+        for (int64_t j = n; j < ROUND_UP(n, KR); j++) rows[i * ld + j] = 0;
 }
 
 NOINLINE void pack_keys(key_tile *t, const call *c, int64_t batch, int64_t head, int64_t part, int64_t parts)
@@ -88,6 +96,8 @@ NOINLINE void pack_keys(key_tile *t, const call *c, int64_t batch, int64_t head,
     const int64_t from = part_start(t, part, parts), to = part_start(t, part + 1, parts), padding = t->blocks * KR - t->live;
     t->wild_k |= pack_rows(&b->k, b->d, (int)b->type, batch, head, t->first, from, to, t->k, t->ld_k);
     t->wild_v |= pack_rows(&b->v, b->dim_v, (int)b->type, batch, head, t->first, from, to, t->v, t->ld_v);
+    pad_rows(t->k, t->ld_k, from, to, b->d);
+    pad_rows(t->v, t->ld_v, from, to, b->dim_v);
     if (to < t->live || !padding) return;
     memset(t->k + t->live * t->ld_k, 0, padding * t->ld_k * sizeof(REAL)); /* P is 0 there, and 0 times it must be 0 */
     memset(t->v + t->live * t->ld_v, 0, padding * t->ld_v * sizeof(REAL));
@@ -125,41 +135,23 @@ INLINE void ask(stream *s, int64_t count)
 }
 
 #ifndef BURST_AMX
-/* What a panel asks for while it computes a tile: a line every ASK columns of its products, rather than many at once, which
- * would keep all of L1's fill buffers busy that the operands need. */
-enum { MOST_LINES = 1536, MOST_SLOTS = 128 };
-typedef struct {
-    int64_t next, n;
-    const char *line[MOST_LINES + MOST_SLOTS]; /* behind the last one: lines that are there anyway */
-} wishes;
+typedef uintptr_t four __attribute__((vector_size(4 * sizeof(uintptr_t)), aligned(sizeof(uintptr_t)), may_alias));
 
-NOINLINE void collect(wishes *w, stream *s, int n, int64_t slots)
+NOINLINE void collect(wishes *w, const stream *s, int n)
 {
-    const char **to = w->line, **end = w->line + MOST_LINES;
-    for (int i = 0; i < n; i++)
-        for (; s[i].left > 0 && to < end; s[i].left--) {
-            *to++ = s[i].at + 64 * s[i].line;
-            if (++s[i].line == s[i].lines) {
-                s[i].line = 0;
-                s[i].at += s[i].step;
-            }
+    const char **to = w->line;
+    for (int i = 0; i < n; i++) {
+        const int64_t lines = s[i].lines;
+        four at = (uintptr_t)s[i].at + (four){0, 64, 128, 192};
+        for (int64_t left = MIN(s[i].left, w->line + MOST_LINES - to); left >= lines && left > 0; left -= lines) {
+            for (int64_t line = 0; line < lines; line += 4) *(four *)(to + line) = at + (uintptr_t)(64 * line); /* what is too much is overwritten */
+            to += lines;
+            at += (uintptr_t)s[i].step;
         }
+    }
     w->next = 0;
     w->n = to - w->line;
-    for (int64_t i = 0; i < MIN(slots, MOST_SLOTS); i++) to[i] = (const char *)w;
-}
-
-/* The next lines for a product of `columns` columns.  With fewer products to come than would do, some are asked for now. */
-INLINE const char *const *wish(wishes *w, int64_t columns, int64_t products)
-{
-    const int64_t slots = columns / ASK;
-    if (slots > MOST_SLOTS) return NULL;
-    const int64_t over = w->n - w->next - slots * products;
-    if (over > 0)
-        for (int64_t i = 0; i < over; i += products) __builtin_prefetch(w->line[w->next++], 0, 3);
-    const char *const *lines = w->line + MIN(w->next, w->n);
-    w->next += slots;
-    return lines;
+    for (int i = 0; i < MOST_SLOTS; i++) to[i] = (const char *)w;
 }
 #endif
 
