@@ -12,7 +12,8 @@ what the latter is of the former; "forward-sorted" is the variant for keys that 
 cycles of a trip for a warp and its quarter of a multiprocessor, by what it uses:
 
     tensor   HMMA x cycles of one        issue   all instructions        EX2   MUFU x 8
-    shared   512 bytes of each LDSM, LDS.128 and LDGSTS / 32 bytes a cycle (128 for four quarters)
+    shared   512 bytes of each LDSM, LDS.128 and LDGSTS / 32 bytes a cycle (128 for four quarters), as it is known of
+             FlashAttention-2; in brackets with stores and narrower loads as well
 
 The largest one bounds the loop.  A direction has a function `<direction>_loops(kernel, arch)` that tells how many HMMA
 and copies a trip has; another kernel plugs in by one more entry of LOOPS.
@@ -125,6 +126,12 @@ def modelled(arch: str, path: sass.Way) -> dict[str, float]:
     return cycles(arch, len(path.body), path.hmma, moved, path.count("MUFU"))
 
 
+def all_shared(path: sass.Way) -> float:
+    """Cycles of shared memory with every access in it: its lanes' bytes, as if none were common to two lanes."""
+    cycles_of = lambda text: 16 if "LDSM" in text or "STSM" in text or ".128" in text else 8 if ".64" in text else 4  # noqa: E731
+    return sum(cycles_of(text) for text in path.body if sass.opcode(text) in ("LDSM", "STSM", "LDS", "STS", "LDGSTS"))
+
+
 def bound(model: dict[str, float]) -> str:
     return max(model, key=model.get)
 
@@ -147,7 +154,7 @@ def table(archs, dims, dtypes, directions) -> None:
                         cut = f.cut.x if f.cut else float("nan")
                         row = (name, arch, dtype, d if d == dv else f"{d}/{dv}", f.full.x_without_nops, cut, cut / plain.full.x, f.full.local,
                                f.listing.registers, f.listing.stack, f.occupancy, f.full.nops, f.full.fillers, f.seconds)  # fmt: skip
-                        text = ", ".join(f"{name} {value:.0f}" for name, value in model.items())
+                        text = ", ".join(f"{name} {value:.0f}" for name, value in model.items()) + f" ({all_shared(f.full):.0f})"
                         print("%-16s %4s %-9s %7s %6.3f %6.3f %6.2f %8d %5d %6d %7d %4d %4d %5.1f  %s: %s" % (*row, text, bound(model)), flush=True)
 
 
