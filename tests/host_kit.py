@@ -150,7 +150,8 @@ def _floors(dout, q, k, v, p, gap, group, scale, acc):
     over_keys, over_queries = _sums(group)
     energies = {  # of a row of d numbers
         "out": (over_keys(weights, v), dv), "dq": (over_keys(slopes, k), d), "dk": (over_queries(slopes, q), d),
-        "dv": (over_queries(weights, dout), dv), "lse": ((p * scores).sum(axis=3), 1),
+        "dv": (over_queries(weights, dout), dv),
+        "lse": ((p * scores).sum(axis=3)[p.any(axis=3)], 1),  # of rows that see anything, as ``rms`` takes them
     }  # fmt: skip
     unlucky = lambda energy: energy.sum() ** 0.5 + (8 * energy.max(initial=0)) ** 0.5  # noqa: E731
     return tuple(u * unlucky(energy) / max(1, energy.size * columns) ** 0.5 for energy, columns in energies.values())
