@@ -466,16 +466,16 @@ struct Warp {
                             UNROLL for (int i = 0; i < 4; i++) mine[m][i] = product() ? ds_frag[n][m][i] : p_frag[n][m][i];
                         add_products<K_BLOCKS, K_BYTES>(dk, mine, q_columns, other_factor() + own_q + (first + n * 16) * K_BYTES);
                     }
-                    continue;
+                } else {
+                    /* dV += Pᵀ dO */
+                    UNROLL for (int n = 0; n < PART_NOW / 16; n++)
+                        add_products<V_BLOCKS, V_BYTES>(dv, p_frag[n], do_columns,
+                                                        stage + own_do + (STAGE_AT + Q_ROOM + (first + n * 16) * V_BYTES));
+                    /* dK += dSᵀ Q */
+                    UNROLL for (int n = 0; n < PART_NOW / 16; n++)
+                        add_products<K_BLOCKS, K_BYTES>(dk, ds_frag[n], q_columns,
+                                                        stage + own_q + (STAGE_AT + (first + n * 16) * K_BYTES));
                 }
-                /* dV += Pᵀ dO */
-                UNROLL for (int n = 0; n < PART_NOW / 16; n++)
-                    add_products<V_BLOCKS, V_BYTES>(dv, p_frag[n], do_columns,
-                                                    stage + own_do + (STAGE_AT + Q_ROOM + (first + n * 16) * V_BYTES));
-                /* dK += dSᵀ Q */
-                UNROLL for (int n = 0; n < PART_NOW / 16; n++)
-                    add_products<K_BLOCKS, K_BYTES>(dk, ds_frag[n], q_columns,
-                                                    stage + own_q + (STAGE_AT + (first + n * 16) * K_BYTES));
             }
         }
     }
