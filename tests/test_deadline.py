@@ -144,7 +144,7 @@ def test_a_peer_that_stops_in_the_middle(comm, monkeypatch, backward):
 def test_a_rank_without_memory(comm, monkeypatch):
     """All ranks raise alike, nothing is sent, and the object works on."""
     with BurstAttention(comm, layout="contiguous") as attn:
-        q = np.zeros((1, 2, 1, 4))
+        q, lse = np.zeros((1, 2, 1, 4)), np.zeros((1, 1, 2))
         if comm.rank == 0:
 
             def no_memory(nbytes):
@@ -152,7 +152,7 @@ def test_a_rank_without_memory(comm, monkeypatch):
 
             monkeypatch.setattr(attn._backend, "allocate", no_memory)
         with pytest.raises(MemoryError, match=r"rank 0: workspace: \d+ bytes could not be allocated \(the shop is sold out\)"):
-            attn.forward(q, q, q)
+            attn.forward(q, q, q, out=np.zeros_like(q), lse=lse)
         monkeypatch.undo()
         attn.forward(q, q, q)
 
@@ -178,6 +178,7 @@ def test_a_rank_without_memory_for_results(comm, monkeypatch, call):
             return empty(shape, dtype)
 
         monkeypatch.setattr("burstmpi.attention.np.empty", no_memory)
+        monkeypatch.setattr(attn._backend, "empty", no_memory)  # of forward's results
     began = time.perf_counter()
     try:
         use()
