@@ -657,8 +657,7 @@ class BurstAttention:
         carrier = ring.transport
         here, lying = carrier.lane(room["here"]), {}
         if plan.ways[travels].last[ring.rank]:
-            parcel = plan.open(room["here"], travels, ring.rank)
-            for start, target, source in zip(plan.starts(travels), parcel, mine):
+            for (start, target), source in zip(plan.open_own(room["here"], travels), mine):
                 if plan.as_it_lies(source):
                     lying[start] = source.reshape(-1).view(np.uint8)
                 else:

@@ -98,10 +98,10 @@ class Plan:
     def _parcel_runs(self, travels) -> list[list[tuple[int, int]]]:
         return [self._parcel(travels, rows).runs(LARGE) for rows in self._rows(travels)]
 
-    def starts(self, travels) -> list[int]:
-        """Where each array begins in this rank's own parcel."""
-        fields = self._parcel(travels, self._rows(travels)[self.rank]).fields
-        return [start for start, _, _ in fields.values()]
+    def open_own(self, buffer, travels):
+        """See this rank's own parcel: where each array begins in it, and the array."""
+        parcel = self._parcel(travels, self._rows(travels)[self.rank])
+        return [(start, array) for (start, _, _), array in zip(parcel.fields.values(), parcel.views(self.backend, buffer).values())]
 
     def as_it_lies(self, x) -> bool:
         """Whether an array of this rank's own parcel is sent from where it lies."""

@@ -153,8 +153,12 @@ def _floors(dout, q, k, v, p, gap, group, scale, acc):
         "dv": (over_queries(weights, dout), dv),
         "lse": ((p * scores).sum(axis=3)[p.any(axis=3)], 1),  # of rows that see anything, as ``rms`` takes them
     }  # fmt: skip
-    unlucky = lambda energy: energy.sum() ** 0.5 + (8 * energy.max(initial=0)) ** 0.5  # noqa: E731
-    return tuple(u * unlucky(energy) / max(1, energy.size * columns) ** 0.5 for energy, columns in energies.values())
+    return tuple(u * _unlucky(energy, 4) / max(1, energy.size * columns) ** 0.5 for energy, columns in energies.values())
+
+
+def _unlucky(energy, t):
+    """What all errors together hardly exceed, see ``_floors``: but for a chance of e^-t."""
+    return energy.sum() ** 0.5 + (2 * t * energy.max(initial=0)) ** 0.5
 
 
 def _sums(group):
@@ -188,8 +192,7 @@ def _narrow_floors(dout, q, k, v, p, gap, out, slope, group, scale, own):
         "dv": (over_queries(p * p, length(dout)), v),
     }  # fmt: skip
     u = float(ml_dtypes.finfo(own).eps) / 2
-    bound = lambda energy: energy.sum() ** 0.5 + (16 * energy.max(initial=0)) ** 0.5  # noqa: E731
-    floors = (u / (32 * np.log(2)) ** 0.5 * bound(energy) / max(1, energy.size * x.shape[3]) ** 0.5 for energy, x in energies.values())
+    floors = (u / (32 * np.log(2)) ** 0.5 * _unlucky(energy, 8) / max(1, energy.size * x.shape[3]) ** 0.5 for energy, x in energies.values())
     return *floors, 0.0
 
 
