@@ -36,15 +36,32 @@ INLINE const char *const *wish(wishes *w, int64_t slots, int64_t rest)
     return lines;
 }
 
+/* sum[j] += *x b[j] for j < N, N up to 4 */
+INLINE void add_multiples(vec *sum, const REAL *x, const vec *b, const int N)
+{
+#ifdef BURST_AVX2
+    /* 16 registers: 12 sums, 3 of b, x.  Left to the compiler, b is fetched from memory again for each sum, and loads bind. */
+    vec all;
+    if (N == 3)
+        __asm__(BROADCAST " %4, %3\n\t" MULTIPLY_ADD " %5, %3, %0\n\t" MULTIPLY_ADD " %6, %3, %1\n\t" MULTIPLY_ADD " %7, %3, %2"
+                : "+x"(sum[0]), "+x"(sum[1]), "+x"(sum[2]), "=&x"(all) : "m"(*x), "x"(b[0]), "x"(b[1]), "x"(b[2]));
+    else if (N == 2)
+        __asm__(BROADCAST " %3, %2\n\t" MULTIPLY_ADD " %4, %2, %0\n\t" MULTIPLY_ADD " %5, %2, %1"
+                : "+x"(sum[0]), "+x"(sum[1]), "=&x"(all) : "m"(*x), "x"(b[0]), "x"(b[1]));
+    else
+        __asm__(BROADCAST " %2, %1\n\t" MULTIPLY_ADD " %3, %1, %0" : "+x"(sum[0]), "=&x"(all) : "m"(*x), "x"(b[0]));
+#else
+    const vec all = splat(*x);
+    UNROLL for (int j = 0; j < N; j++) sum[j] += all * b[j];
+#endif
+}
+
 /* One column's share of the scores */
 INLINE void score_column(const REAL *k, int64_t ld, const REAL *panel, vec acc[KR][VR], const int NV)
 {
     vec b[VR];
     UNROLL for (int j = 0; j < NV; j++) b[j] = load(panel + j * LANES);
-    UNROLL for (int i = 0; i < KR; i++) {
-        const vec x = splat(k[i * ld]);
-        UNROLL for (int j = 0; j < NV; j++) acc[i][j] += x * b[j];
-    }
+    UNROLL for (int i = 0; i < KR; i++) add_multiples(acc[i], k + i * ld, b, NV);
 }
 
 INLINE void score_block(const REAL *k,     /* [KR, d], row stride ld */
@@ -74,10 +91,7 @@ INLINE void add_keys(const REAL *rows, /* [keys, KR] of rows at stride ld: one k
         UNROLL for (int step = 0; step < ASK; step++) {
             vec b[VR];
             UNROLL for (int j = FIRST; j < LAST; j++) b[j] = load(p + (key + step) * NR + j * LANES);
-            UNROLL for (int i = 0; i < KR; i++) {
-                const vec x = splat(rows[(key + step) * ld + i]);
-                UNROLL for (int j = FIRST; j < LAST; j++) acc[i][j] += x * b[j];
-            }
+            UNROLL for (int i = 0; i < KR; i++) add_multiples(acc[i] + FIRST, rows + (key + step) * ld + i, b + FIRST, LAST - FIRST);
         }
     }
 }
@@ -171,10 +185,7 @@ INLINE void add_row_block(const REAL *a,  /* [ROWS, NR] */
     for (int q = from; q < to; q++) {
         vec b[4];
         UNROLL for (int j = 0; j < NV; j++) b[j] = load(r + (q * NV + j) * LANES);
-        UNROLL for (int i = 0; i < ROWS; i++) {
-            const vec x = splat(a[i * NR + q]);
-            UNROLL for (int j = 0; j < NV; j++) acc[i][j] += x * b[j];
-        }
+        UNROLL for (int i = 0; i < ROWS; i++) add_multiples(acc[i], a + i * NR + q, b, NV);
     }
     UNROLL for (int i = 0; i < ROWS; i++) UNROLL for (int j = 0; j < NV; j++) {
         REAL *at = g + (i * NV + j) * LANES;

@@ -46,6 +46,13 @@ typedef int32_t INT;
 #define KR 4
 #define VR 3
 #define WIDE 3
+#ifdef BURST_DOUBLE
+#define BROADCAST "vbroadcastsd"
+#define MULTIPLY_ADD "vfmadd231pd"
+#else
+#define BROADCAST "vbroadcastss"
+#define MULTIPLY_ADD "vfmadd231ps"
+#endif
 #elif defined(__aarch64__)
 #define VBYTES 16
 #define KR 8
@@ -153,21 +160,35 @@ static const REAL EXP2[] = {
 #endif
 #define EXP2_DEGREE ((int)(sizeof EXP2 / sizeof *EXP2) - 1)
 
+#ifndef BURST_AVX512
+/* A number that is added to this has, as bits, its nearest integer and the bias of an exponent at the low end. */
 #ifdef BURST_DOUBLE
-#define ROUND_MAGIC 0x1.8p52
-#define EXP2_LOW (-2044.0)
-#define EXP2_HIGH 2046.0
+#define ROUNDER (0x1.8p52 + 1023)
+#define EXP2_LOW (-1023.0)
+#define EXP2_HIGH 1024.0
 #define MANTISSA 52
-#define BIAS 1023
 #else
-#define ROUND_MAGIC 0x1.8p23f
-#define EXP2_LOW (-252.0f)
-#define EXP2_HIGH 254.0f
+#define ROUNDER (0x1.8p23f + 127)
+#define EXP2_LOW (-127.0f)
+#define EXP2_HIGH 128.0f
 #define MANTISSA 23
-#define BIAS 127
 #endif
 
-/* NaN gives NaN, -inf gives 0, +inf gives inf. */
+/* t from EXP2_LOW to EXP2_HIGH; NaN stays NaN */
+INLINE vec within_exp2(vec t)
+{
+#if defined(BURST_AVX2) && defined(BURST_DOUBLE)
+    return (vec)_mm256_min_pd(_mm256_set1_pd(EXP2_HIGH), _mm256_max_pd(_mm256_set1_pd(EXP2_LOW), (__m256d)t));
+#elif defined(BURST_AVX2)
+    return (vec)_mm256_min_ps(_mm256_set1_ps(EXP2_HIGH), _mm256_max_ps(_mm256_set1_ps(EXP2_LOW), (__m256)t));
+#else
+    t = pick(t < EXP2_LOW, splat(EXP2_LOW), t);
+    return pick(t > EXP2_HIGH, splat(EXP2_HIGH), t);
+#endif
+}
+#endif
+
+/* NaN gives NaN, -inf gives 0, +inf gives inf; results below the normal numbers may be 0, those above half of the largest inf. */
 INLINE vec exp2_vec(vec t)
 {
 #ifdef BURST_AVX512
@@ -184,16 +205,12 @@ INLINE vec exp2_vec(vec t)
     return (vec)_mm512_scalef_ps((__m512)p, (__m512)t);
 #endif
 #else
-    t = pick(t < EXP2_LOW, splat(EXP2_LOW), t);
-    t = pick(t > EXP2_HIGH, splat(EXP2_HIGH), t);
-    const vec shifted = t + ROUND_MAGIC;
-    const vec r = t - (shifted - ROUND_MAGIC);
+    t = within_exp2(t);
+    const vec shifted = t + ROUNDER;
+    const vec r = t - (shifted - ROUNDER);
     vec p = splat(EXP2[EXP2_DEGREE]);
     UNROLL for (int i = EXP2_DEGREE - 1; i >= 0; i--) p = p * r + EXP2[i];
-    /* 2^n as two factors, so that neither leaves the range of normal numbers */
-    const ivec n = (ivec)shifted - (ivec)splat(ROUND_MAGIC);
-    const ivec half = n >> 1;
-    return p * (vec)((half + BIAS) << MANTISSA) * (vec)((n - half + BIAS) << MANTISSA);
+    return p * (vec)((ivec)shifted << MANTISSA); /* 2^n: 0 at the low end, inf at the high one */
 #endif
 }
 
