@@ -89,13 +89,14 @@ INLINE void weights_of(const REAL *s, const gradient_panel *q, REAL *p)
         }
 }
 
-/* P of a block that no rule bends; where it is cut, NV vectors from `first` see something of it, and hidden pairs are 0
+/* P of a block with no softcap; where it is cut, NV vectors from `first` see something of it, and hidden pairs are 0
  * whatever came out there */
-INLINE void weigh_block_again(const REAL *k, int64_t ld, int64_t d, const gradient_panel *q, REAL *p, const INT *pos, const int cut,
-                              int first, const int NV, const char *const *soon)
+INLINE void weigh_block_again(const REAL *k, int64_t ld, int64_t d, const gradient_panel *q, REAL *p, const INT *pos, int alibi,
+                              const int cut, int first, const int NV, const char *const *soon)
 {
     vec s[KR][VR];
     score_block(k, ld, (const REAL *)q->query + first * LANES, d, s, NV, soon);
+    if (alibi) UNROLL for (int j = 0; j < NV; j++) UNROLL for (int i = 0; i < KR; i++) s[i][j] = tilted(&q->q, first + j, pos[i], s[i][j]);
     UNROLL for (int j = 0; j < NV; j++) {
         const int64_t lane = (first + j) * LANES;
         const vec lse = load(q->lse + lane), low = load(q->lse_low + lane);
@@ -108,7 +109,12 @@ INLINE void weigh_block_again(const REAL *k, int64_t ld, int64_t d, const gradie
 }
 NOINLINE void weigh_again(const REAL *k, int64_t ld, int64_t d, const gradient_panel *q, REAL *p, const char *const *soon)
 {
-    weigh_block_again(k, ld, d, q, p, NULL, 0, 0, VR, soon);
+    weigh_block_again(k, ld, d, q, p, NULL, 0, 0, 0, VR, soon);
+}
+NOINLINE void weigh_again_tilted(const REAL *k, int64_t ld, int64_t d, const gradient_panel *q, REAL *p, const INT *pos,
+                                 const char *const *soon)
+{
+    weigh_block_again(k, ld, d, q, p, pos, 1, 0, 0, VR, soon);
 }
 /* Vectors that see nothing of a block: dK and dV take their zeros, as they go by other blocks. */
 INLINE void clear_unseen(REAL *p, span seen)
@@ -116,14 +122,14 @@ INLINE void clear_unseen(REAL *p, span seen)
     UNROLL for (int j = 0; j < VR; j++)
         if (j < seen.first || j >= seen.last) UNROLL for (int i = 0; i < KR; i++) store(p + i * NR + j * LANES, zero());
 }
-NOINLINE void weigh_again_cut(const REAL *k, int64_t ld, int64_t d, const gradient_panel *q, REAL *p, const INT *pos, span seen,
-                              const char *const *soon)
+NOINLINE void weigh_again_cut(const REAL *k, int64_t ld, int64_t d, const gradient_panel *q, REAL *p, const INT *pos, int alibi,
+                              span seen, const char *const *soon)
 {
     clear_unseen(p, seen);
     switch (seen.last - seen.first) {
-    case 1: weigh_block_again(k, ld, d, q, p, pos, 1, seen.first, 1, soon); break;
-    case 2: weigh_block_again(k, ld, d, q, p, pos, 1, seen.first, 2, soon); break;
-    case 3: weigh_block_again(k, ld, d, q, p, pos, 1, 0, 3, soon); break;
+    case 1: weigh_block_again(k, ld, d, q, p, pos, alibi, 1, seen.first, 1, soon); break;
+    case 2: weigh_block_again(k, ld, d, q, p, pos, alibi, 1, seen.first, 2, soon); break;
+    case 3: weigh_block_again(k, ld, d, q, p, pos, alibi, 1, 0, 3, soon); break;
     default: break;
     }
 }
@@ -173,7 +179,7 @@ NOINLINE int backward_tile(gradient_panel *p, backward_room *w, const burst_bloc
     int full;
     seen_blocks(t, &p->q, &from, &to, &full);
     if (from == to) return 0;
-    const int capped = w->how.softcap != 0, plain = !capped && !w->how.alibi;
+    const int capped = w->how.softcap != 0, alibi = w->how.alibi;
     const int64_t keys = (to - from) * KR, slots_behind = keys / ASK * (ROUND_UP(b->d, KR) / KR);
     edges edge;
     if (!full) find_edges(&edge, t, &p->q, from, to);
@@ -184,12 +190,14 @@ NOINLINE int backward_tile(gradient_panel *p, backward_room *w, const burst_bloc
         const int cut = !full && block_sight(t, &p->q, block) != FULL;
         const REAL *k = t->k + block * KR * t->ld_k, *v = t->v + block * KR * t->ld_v;
         const INT *pos = t->pos + block * KR;
-        if (plain && !cut) {
+        if (!capped && !cut && !alibi) {
             weigh_again(k, t->ld_k, b->d, p, weights, soon);
-        } else if (plain) {
-            weigh_again_cut(k, t->ld_k, b->d, p, weights, pos, edge.spans[block - from], soon);
+        } else if (!capped && !cut) {
+            weigh_again_tilted(k, t->ld_k, b->d, p, weights, pos, soon);
+        } else if (!capped) {
+            weigh_again_cut(k, t->ld_k, b->d, p, weights, pos, alibi, edge.spans[block - from], soon);
         } else {
-            score_any(t, block, &p->q, p->query, b->d, &w->how, weights, capped ? ds : NULL);
+            score_any(t, block, &p->q, p->query, b->d, &w->how, weights, ds);
             weights_of(weights, p, weights);
             if (cut) hide_block(weights, &p->q, pos, KR); /* a lane whose lse is NaN must not reach keys that it does not see */
         }

@@ -53,13 +53,14 @@ NOINLINE void open_panel(panel *p, forward_room *w, const call *c, int64_t batch
 
 /* ---------------------------------------------------------------- a tile */
 
-/* P of a block that no rule bends: registers only.  Where it is cut, NV vectors from `first` see something of it, and
+/* P of a block with no softcap: registers only.  Where it is cut, NV vectors from `first` see something of it, and
  * hidden pairs are 0 whatever came out there. */
 INLINE void weigh_block(const REAL *k, int64_t ld, const REAL *query, int64_t d, const REAL *ref, REAL *p, vec *sum,
-                        const lanes *q, const INT *pos, const int cut, int first, const int NV, const char *const *soon)
+                        const lanes *q, const INT *pos, int alibi, const int cut, int first, const int NV, const char *const *soon)
 {
     vec s[KR][VR];
     score_block(k, ld, query + first * LANES, d, s, NV, soon);
+    if (alibi) UNROLL for (int j = 0; j < NV; j++) UNROLL for (int i = 0; i < KR; i++) s[i][j] = tilted(q, first + j, pos[i], s[i][j]);
     UNROLL for (int j = 0; j < NV; j++) {
         const vec m = load(ref + (first + j) * LANES);
         vec total = sum[first + j];
@@ -76,16 +77,22 @@ INLINE void weigh_block(const REAL *k, int64_t ld, const REAL *query, int64_t d,
 NOINLINE void weigh_full(const REAL *k, int64_t ld, const REAL *query, int64_t d, const REAL *ref, REAL *p, vec *sum,
                          const char *const *soon)
 {
-    weigh_block(k, ld, query, d, ref, p, sum, NULL, NULL, 0, 0, VR, soon);
+    weigh_block(k, ld, query, d, ref, p, sum, NULL, NULL, 0, 0, 0, VR, soon);
+}
+
+NOINLINE void weigh_tilted(const REAL *k, int64_t ld, const REAL *query, int64_t d, const REAL *ref, REAL *p, vec *sum,
+                           const lanes *q, const INT *pos, const char *const *soon)
+{
+    weigh_block(k, ld, query, d, ref, p, sum, q, pos, 1, 0, 0, VR, soon);
 }
 
 NOINLINE void weigh_cut(const REAL *k, int64_t ld, const REAL *query, int64_t d, const REAL *ref, REAL *p, vec *sum,
-                        const lanes *q, const INT *pos, span seen, const char *const *soon)
+                        const lanes *q, const INT *pos, int alibi, span seen, const char *const *soon)
 {
     switch (seen.last - seen.first) {
-    case 1: weigh_block(k, ld, query, d, ref, p, sum, q, pos, 1, seen.first, 1, soon); break;
-    case 2: weigh_block(k, ld, query, d, ref, p, sum, q, pos, 1, seen.first, 2, soon); break;
-    case 3: weigh_block(k, ld, query, d, ref, p, sum, q, pos, 1, 0, 3, soon); break;
+    case 1: weigh_block(k, ld, query, d, ref, p, sum, q, pos, alibi, 1, seen.first, 1, soon); break;
+    case 2: weigh_block(k, ld, query, d, ref, p, sum, q, pos, alibi, 1, seen.first, 2, soon); break;
+    case 3: weigh_block(k, ld, query, d, ref, p, sum, q, pos, alibi, 1, 0, 3, soon); break;
     default: break;
     }
 }
@@ -126,11 +133,13 @@ NOINLINE void tile_with_maximum(panel *p, forward_room *w, int64_t from, int64_t
 }
 
 /* The block of a panel's first tile that gives each lane its m: one that all lanes see, as the largest of KR scores is seldom
- * far below that of the row, else the first. */
-INLINE int64_t leading_block(const key_tile *t, const lanes *q, int64_t from, int64_t to)
+ * far below that of the row, else the first.  With ALiBi the last such one: tiles come from the last keys on. */
+INLINE int64_t leading_block(const key_tile *t, const lanes *q, int64_t from, int64_t to, int alibi)
 {
-    for (int64_t block = from; block < to; block++)
+    for (int64_t i = from; i < to; i++) {
+        const int64_t block = alibi ? to - 1 - (i - from) : i;
         if (block_sight(t, q, block) == FULL) return block;
+    }
     return from;
 }
 
@@ -142,7 +151,7 @@ NOINLINE int forward_tile(panel *p, forward_room *w, const burst_block *b)
     int full;
     seen_blocks(t, &p->q, &from, &to, &full);
     if (from == to) return 0;
-    const int plain = w->how.softcap == 0 && !w->how.alibi;
+    const int plain = w->how.softcap == 0, alibi = w->how.alibi;
     const int64_t keys = (to - from) * KR, slots_behind = keys / ASK * (ROUND_UP(b->dim_v, KR) / KR);
     edges edge;
     if (!full) find_edges(&edge, t, &p->q, from, to);
@@ -151,18 +160,21 @@ NOINLINE int forward_tile(panel *p, forward_room *w, const burst_block *b)
     if (p->wide) {
         tile_with_maximum(p, w, from, to, b->d, b->dim_v, sum);
     } else {
-        const int64_t lead = p->unset ? leading_block(t, &p->q, from, to) : from;
+        const int64_t lead = p->unset ? leading_block(t, &p->q, from, to, alibi) : from;
         for (int64_t i = from; i < to; i++) {
             const int64_t block = i == from ? lead : i <= lead ? i - 1 : i;
             const int waits = p->unset && waits_for(p, t->block_min[block], t->block_max[block]);
             const char *const *soon = wish(&w->soon, b->d / ASK, (to - i - 1) * (b->d / ASK) + slots_behind);
             REAL *weights = w->p + (block - from) * KR * NR;
             const REAL *k = t->k + block * KR * t->ld_k;
-            if (plain && !waits && (full || block_sight(t, &p->q, block) == FULL)) {
+            const INT *pos = t->pos + block * KR;
+            const int seen = full || block_sight(t, &p->q, block) == FULL;
+            if (plain && !waits && seen && !alibi) {
                 weigh_full(k, t->ld_k, p->query, b->d, p->ref, weights, sum, soon);
+            } else if (plain && !waits && seen) {
+                weigh_tilted(k, t->ld_k, p->query, b->d, p->ref, weights, sum, &p->q, pos, soon);
             } else if (plain && !waits) {
-                weigh_cut(k, t->ld_k, p->query, b->d, p->ref, weights, sum, &p->q, t->pos + block * KR,
-                          edge.spans[block - from], soon);
+                weigh_cut(k, t->ld_k, p->query, b->d, p->ref, weights, sum, &p->q, pos, alibi, edge.spans[block - from], soon);
             } else {
                 score_any(t, block, &p->q, p->query, b->d, &w->how, weights, NULL);
                 if (waits) raise_maximum(p, weights, KR, b->dim_v, 1);

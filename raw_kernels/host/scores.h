@@ -46,6 +46,13 @@ INLINE vec if_seen(const lanes *q, int j, INT pos, vec x, vec other)
 
 INLINE vec to_real(ivec x) { return __builtin_convertvector(x, vec); }
 
+/* ALiBi: x - slope |i - j| in the lanes of vector j.  The one place that rounds it, for forward and backward alike. */
+INLINE vec tilted(const lanes *q, int j, INT pos, vec x)
+{
+    const vec apart = to_real(loadi(q->at + j * LANES) - pos);
+    return x - q->slope * (vec)((ivec)apart & ~(ivec)splat((REAL)-0.0));
+}
+
 /* s[i][lane]: products in, scores out, -inf where the lane does not see the key.  Keys from `live` on are padding.
  * Where slopes is given it gets d cap(x)/dx. */
 NOINLINE void bend_block(REAL *s,         /* [KR, NR] */
@@ -61,10 +68,7 @@ NOINLINE void bend_block(REAL *s,         /* [KR, NR] */
                 if (slopes) store(slopes + i * NR + j * LANES, 1 - t * t);
                 x = t * how->softcap;
             }
-            if (how->alibi && i < live) {
-                const vec apart = to_real(loadi(q->at + j * LANES) - pos[i]);
-                x -= q->slope * pick(apart < 0, -apart, apart);
-            }
+            if (how->alibi && i < live) x = tilted(q, j, pos[i], x);
             if (cut) x = i < live ? if_seen(q, j, pos[i], x, splat((REAL)-INFINITY)) : splat((REAL)-INFINITY);
             store(at, x);
         }

@@ -58,6 +58,12 @@ INLINE void *take(arena *a, int64_t bytes)
 #endif
 #endif
 
+#ifdef BURST_AMX
+#define KEYS_FROM_LAST 0
+#else
+#define KEYS_FROM_LAST 1
+#endif
+
 /* What rows [from, to) see, all together. */
 typedef struct {
     int32_t lo, hi;
@@ -66,6 +72,7 @@ typedef struct {
 typedef struct {
     burst_block *b;
     int64_t tile_keys;
+    int from_last;                /* tiles are numbered from the last keys on: see plan_call */
     int64_t panels, group_panels, groups, tiles, tasks;
     int32_t *tile_min, *tile_max; /* [tiles] extremes of the keys' positions */
     atomic_int *turn;             /* [batch * kv_heads * tiles] backward: how many groups have added to dK, dV */
@@ -113,6 +120,8 @@ INLINE void plan_call(call *c, burst_block *b, int64_t tile_keys, int backward, 
     c->group_panels = group_panels_of(b, backward);
     c->groups = ROUND_UP(c->panels, c->group_panels) / c->group_panels;
     c->tiles = ROUND_UP(b->rows_k, tile_keys) / tile_keys;
+    /* ALiBi makes near keys weigh most, and causal rows end with them: m is then that of the largest, and no tile is done twice. */
+    c->from_last = KEYS_FROM_LAST && !backward && b->slopes != NULL;
     c->tasks = b->batch * b->heads * c->groups;
     c->tile_min = TAKE(a, int32_t, c->tiles);
     c->tile_max = TAKE(a, int32_t, c->tiles);
@@ -122,13 +131,16 @@ INLINE void plan_call(call *c, burst_block *b, int64_t tile_keys, int backward, 
     }
 }
 
+/* The first key of a tile */
+INLINE int64_t tile_start(const call *c, int64_t tile) { return (c->from_last ? c->tiles - 1 - tile : tile) * c->tile_keys; }
+
 /* Extremes of the keys' positions */
 NOINLINE void survey_tiles(call *c)
 {
     for (int64_t t = 0; t < c->tiles; t++) {
-        const int64_t end = MIN((t + 1) * c->tile_keys, c->b->rows_k);
-        int32_t low = c->b->pos[t * c->tile_keys], high = low;
-        for (int64_t j = t * c->tile_keys; j < end; j++) {
+        const int64_t start = tile_start(c, t), end = MIN(start + c->tile_keys, c->b->rows_k);
+        int32_t low = c->b->pos[start], high = low;
+        for (int64_t j = start; j < end; j++) {
             low = MIN(low, c->b->pos[j]);
             high = MAX(high, c->b->pos[j]);
         }

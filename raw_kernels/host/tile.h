@@ -34,7 +34,7 @@ INLINE void take_positions(arena *a, key_tile *t, const call *c)
 
 INLINE void load_positions(key_tile *t, const call *c, int64_t index)
 {
-    t->first = index * c->tile_keys;
+    t->first = tile_start(c, index);
     t->live = MIN(c->tile_keys, c->b->rows_k - t->first);
     t->blocks = ROUND_UP(t->live, KR) / KR;
     t->wild_k = t->wild_v = 0;
