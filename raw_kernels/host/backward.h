@@ -91,7 +91,7 @@ INLINE void weights_of(const REAL *s, const gradient_panel *q, REAL *p)
 
 /* P of a block with no softcap; where it is cut, NV vectors from `first` see something of it, and hidden pairs are 0
  * whatever came out there */
-INLINE void weigh_block_again(const REAL *k, int64_t ld, int64_t d, const gradient_panel *q, REAL *p, const INT *pos, int alibi,
+INLINE void weigh_block_again(const REAL *k, int64_t ld, int64_t d, const gradient_panel *q, REAL *p, const INT *pos, const int alibi,
                               const int cut, int first, const int NV, const char *const *soon)
 {
     vec s[KR][VR];
@@ -122,14 +122,14 @@ INLINE void clear_unseen(REAL *p, span seen)
     UNROLL for (int j = 0; j < VR; j++)
         if (j < seen.first || j >= seen.last) UNROLL for (int i = 0; i < KR; i++) store(p + i * NR + j * LANES, zero());
 }
-NOINLINE void weigh_again_cut(const REAL *k, int64_t ld, int64_t d, const gradient_panel *q, REAL *p, const INT *pos, int alibi,
-                              span seen, const char *const *soon)
+NOINLINE void weigh_again_cut(const REAL *k, int64_t ld, int64_t d, const gradient_panel *q, REAL *p, const INT *pos, span seen,
+                              const char *const *soon)
 {
     clear_unseen(p, seen);
     switch (seen.last - seen.first) {
-    case 1: weigh_block_again(k, ld, d, q, p, pos, alibi, 1, seen.first, 1, soon); break;
-    case 2: weigh_block_again(k, ld, d, q, p, pos, alibi, 1, seen.first, 2, soon); break;
-    case 3: weigh_block_again(k, ld, d, q, p, pos, alibi, 1, 0, 3, soon); break;
+    case 1: weigh_block_again(k, ld, d, q, p, pos, 0, 1, seen.first, 1, soon); break;
+    case 2: weigh_block_again(k, ld, d, q, p, pos, 0, 1, seen.first, 2, soon); break;
+    case 3: weigh_block_again(k, ld, d, q, p, pos, 0, 1, 0, 3, soon); break;
     default: break;
     }
 }
@@ -194,10 +194,10 @@ NOINLINE int backward_tile(gradient_panel *p, backward_room *w, const burst_bloc
             weigh_again(k, t->ld_k, b->d, p, weights, soon);
         } else if (!capped && !cut) {
             weigh_again_tilted(k, t->ld_k, b->d, p, weights, pos, soon);
-        } else if (!capped) {
-            weigh_again_cut(k, t->ld_k, b->d, p, weights, pos, alibi, edge.spans[block - from], soon);
+        } else if (!capped && !alibi) {
+            weigh_again_cut(k, t->ld_k, b->d, p, weights, pos, edge.spans[block - from], soon);
         } else {
-            score_any(t, block, &p->q, p->query, b->d, &w->how, weights, ds);
+            score_any(t, block, &p->q, p->query, b->d, &w->how, weights, capped ? ds : NULL);
             weights_of(weights, p, weights);
             if (cut) hide_block(weights, &p->q, pos, KR); /* a lane whose lse is NaN must not reach keys that it does not see */
         }

@@ -56,7 +56,7 @@ NOINLINE void open_panel(panel *p, forward_room *w, const call *c, int64_t batch
 /* P of a block with no softcap: registers only.  Where it is cut, NV vectors from `first` see something of it, and
  * hidden pairs are 0 whatever came out there. */
 INLINE void weigh_block(const REAL *k, int64_t ld, const REAL *query, int64_t d, const REAL *ref, REAL *p, vec *sum,
-                        const lanes *q, const INT *pos, int alibi, const int cut, int first, const int NV, const char *const *soon)
+                        const lanes *q, const INT *pos, const int alibi, const int cut, int first, const int NV, const char *const *soon)
 {
     vec s[KR][VR];
     score_block(k, ld, query + first * LANES, d, s, NV, soon);
@@ -87,12 +87,12 @@ NOINLINE void weigh_tilted(const REAL *k, int64_t ld, const REAL *query, int64_t
 }
 
 NOINLINE void weigh_cut(const REAL *k, int64_t ld, const REAL *query, int64_t d, const REAL *ref, REAL *p, vec *sum,
-                        const lanes *q, const INT *pos, int alibi, span seen, const char *const *soon)
+                        const lanes *q, const INT *pos, span seen, const char *const *soon)
 {
     switch (seen.last - seen.first) {
-    case 1: weigh_block(k, ld, query, d, ref, p, sum, q, pos, alibi, 1, seen.first, 1, soon); break;
-    case 2: weigh_block(k, ld, query, d, ref, p, sum, q, pos, alibi, 1, seen.first, 2, soon); break;
-    case 3: weigh_block(k, ld, query, d, ref, p, sum, q, pos, alibi, 1, 0, 3, soon); break;
+    case 1: weigh_block(k, ld, query, d, ref, p, sum, q, pos, 0, 1, seen.first, 1, soon); break;
+    case 2: weigh_block(k, ld, query, d, ref, p, sum, q, pos, 0, 1, seen.first, 2, soon); break;
+    case 3: weigh_block(k, ld, query, d, ref, p, sum, q, pos, 0, 1, 0, 3, soon); break;
     default: break;
     }
 }
@@ -173,8 +173,8 @@ NOINLINE int forward_tile(panel *p, forward_room *w, const burst_block *b)
                 weigh_full(k, t->ld_k, p->query, b->d, p->ref, weights, sum, soon);
             } else if (plain && !waits && seen) {
                 weigh_tilted(k, t->ld_k, p->query, b->d, p->ref, weights, sum, &p->q, pos, soon);
-            } else if (plain && !waits) {
-                weigh_cut(k, t->ld_k, p->query, b->d, p->ref, weights, sum, &p->q, pos, alibi, edge.spans[block - from], soon);
+            } else if (plain && !waits && !alibi) {
+                weigh_cut(k, t->ld_k, p->query, b->d, p->ref, weights, sum, &p->q, pos, edge.spans[block - from], soon);
             } else {
                 score_any(t, block, &p->q, p->query, b->d, &w->how, weights, NULL);
                 if (waits) raise_maximum(p, weights, KR, b->dim_v, 1);

@@ -76,7 +76,7 @@ INLINE void score_block(const REAL *k,     /* [KR, d], row stride ld */
         if (soon) __builtin_prefetch(*soon++, 0, 3);
         UNROLL for (int step = 0; step < ASK; step++) score_column(k + c + step, ld, panel + (c + step) * NR, acc, NV);
     }
-    for (; c < d; c++) score_column(k + c, ld, panel + c * NR, acc, NV);
+    ONE_BY_ONE for (; c < d; c++) score_column(k + c, ld, panel + c * NR, acc, NV);
 }
 
 /* acc += rows' p over keys, for the vectors [FIRST, LAST) of a panel */

@@ -71,6 +71,7 @@ typedef int32_t INT;
 #define INLINE static inline __attribute__((always_inline))
 #define NOINLINE static __attribute__((noinline))
 #define UNROLL _Pragma("GCC unroll 64")
+#define ONE_BY_ONE _Pragma("GCC unroll 1") /* a rest that is seldom there: not worth its code, nor the time to compile it */
 
 typedef REAL vec __attribute__((vector_size(VBYTES), may_alias));
 typedef INT ivec __attribute__((vector_size(VBYTES), may_alias));
