@@ -21,7 +21,7 @@ Every figure is a ratio taken side by side in this run; absolute times are print
                   backward, q         (2 B Z N d + [B Z N d + 2 B Z N]) (G-1)
                   backward, kv        (2 B Zk N d + [2 B Zk N d]) (G-1)    [in the type of sums]
 
-The goal: a cost within 5% for 8192 tokens and more at 2 ranks.
+The goal for 8192 tokens and more at 2 ranks: a cost within 3% where all is seen, within 5% where the rule is causal.
 """
 
 import argparse
@@ -41,7 +41,7 @@ from burstmpi.layout import place
 from burstmpi.rules import Rules, Sight, sees
 
 comm = MPI.COMM_WORLD
-GOAL = 1.05
+GOAL = {"full": 1.03, "causal": 1.05}
 
 
 class Tiles:
@@ -348,10 +348,11 @@ def main():
             gains.append(row)
             gain = row["gain"]
             say(f"{tokens:>8} {row['call']:<9}{gain[0]:>8.3f} [{gain[1]:.3f}, {gain[2]:.3f}]{row['gain_of_tiles']:>10.3f}")
-    long = [row["cost"][0] for row in costs if row["tokens"] >= 8192]
+    long = [row for row in costs if row["tokens"] >= 8192]
     if long and comm.size == 2:
-        met = sum(ratio <= GOAL for ratio in long)
-        say(f"\ngoal, a cost of {GOAL} at most for 8192 tokens and more: met by {met} of {len(long)}")
+        met = sum(row["cost"][0] <= GOAL[row["rule"]] for row in long)
+        goals = ", ".join(f"{goal} ({rule})" for rule, goal in GOAL.items())
+        say(f"\ngoal, a cost of at most {goals} for 8192 tokens and more: met by {met} of {len(long)}")
     if args.json and comm.rank == 0:
         shape = {name: getattr(args, name) for name in ("batch", "heads", "kv_heads", "head_dim", "dtype", "pairs")}
         print(json.dumps({"ranks": comm.size, **shape, "cost": costs, "balance": gains}, indent=1))
