@@ -60,7 +60,7 @@ def long_for_keys(tile):
 
 def narrow(tile):
     """Few keys a row, so that one too many or too few is seen in the result; the first rows see none."""
-    rows_q = tile.queries + tile.queries // 4 + 1
+    rows_q = max(11, tile.queries + tile.queries // 4 + 1)
     rows_k = rows_q + tile.keys + 5
     return rows_q, rows_k, rows_k // 2 + 1, {"window": (5, 2), "documents": ([0, 7, rows_q], [0, 0, rows_k])}
 
