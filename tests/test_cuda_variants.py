@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from cuda_kit import PTX
+from variant_kit import DIMS, DIRECTIONS, DTYPES, variants
 
 from burstmpi.backends import modules, tiles
 
@@ -15,20 +16,6 @@ sys.path[:0] = [str(PTX), str(PTX.parent.parent / "benchmarks")]
 from generate_ptx import TOOLKITS  # noqa: E402
 from ptxmachine.nvrtc import default_toolkit, fetched_toolkit  # noqa: E402
 from sass import Cubin  # noqa: E402
-
-DTYPES = ("float16", "bfloat16", "float32", "float64")
-DIRECTIONS = {"forward": [{}, {"SORTED": 1}], "backward": [{"WITH_DQ": 1}, {"WITH_DQ": 0}], "backward_queries": [{}]}
-
-
-def variants(arch, dtype, d, dv, score):
-    """(source, -D) of all kernels of a type and its head dims; ``score``: with softcap and ALiBi."""
-    for direction, ways in DIRECTIONS.items():
-        kernel = tiles.kernel(direction, arch, dtype, d, dv)
-        for more in ways:
-            if "SORTED" in more and not kernel.spans:
-                continue
-            yield kernel.source, {**kernel.defines, "BURST_SOFTCAP": score, "BURST_ALIBI": score, **more}
-
 
 def quiet(toolkit, arch, source, defines):
     """Compile to machine code and look for words of warning in what the compiler and ptxas say."""
@@ -41,8 +28,8 @@ def quiet(toolkit, arch, source, defines):
 
 @pytest.mark.parametrize("arch, dtype, d", [("75", "float16", 64), ("86", "bfloat16", 128), ("120", "float64", 32)])
 def test_some_variants(arch, dtype, d):
-    for source, defines in variants(arch, dtype, d, d, 1):
-        quiet(default_toolkit(), arch, source, defines)
+    for variant in variants(arch, dtype, d, d, "both", fills=(0,)):
+        quiet(default_toolkit(), arch, variant.source, dict(variant.defines))
 
 
 @pytest.mark.slow
@@ -55,11 +42,11 @@ def test_all_variants(version, arch, dtype):
     toolkit = default_toolkit() if version == "installed" else fetched_toolkit(TOOLKITS[version])
     if toolkit is None:
         pytest.skip(f"toolkit {version} cannot be fetched")
-    for d, dv in [*((d, d) for d in tiles.HEAD_DIMS), (192, 128)]:
-        for score in (0, 1):
-            for source, defines in variants(arch, dtype, d, dv, score):
-                cubin = quiet(toolkit, arch, source, defines)
-                assert version != "installed" or cubin.seconds < 60, (source, defines, cubin.seconds)
+    for d, dv in DIMS:
+        for bend in ("plain", "both"):
+            for variant in variants(arch, dtype, d, dv, bend, fills=(0,)):
+                cubin = quiet(toolkit, arch, variant.source, dict(variant.defines))
+                assert version != "installed" or cubin.seconds < 60, (variant, cubin.seconds)
     for source, names in (("survey", {}), ("plain", {"TO": 3, "FROM": 1, "VECTOR": 4})):
         quiet(toolkit, arch, source, names)
 

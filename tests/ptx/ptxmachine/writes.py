@@ -43,16 +43,16 @@ def written_parameters(program):
         return [(found - addresses) | moved] * len(results)
 
     changed = True
+    made = [(ins, definitions(ins)[0]) for ins in program.code if ins.op not in ("bra", "call") and ins.args]
+    made = [(ins, results) for ins, results in made if results]
     while changed:
         changed = False
-        for ins in program.code:
-            if ins.op not in ("bra", "call") and ins.args:
-                results, _ = definitions(ins)
-                for name, new in zip(results, results_of(ins, results)):
-                    old = origin.setdefault(name, set())
-                    if not new <= old:
-                        old |= new
-                        changed = True
+        for ins, results in made:
+            for name, new in zip(results, results_of(ins, results)):
+                old = origin.setdefault(name, set())
+                if not new <= old:
+                    old |= new
+                    changed = True
     written = set()
     for ins in program.code:
         if ins.op in ("st", "atom", "red") and space_of(ins) in ("global", "generic"):
