@@ -45,37 +45,41 @@ constexpr int COLUMN_SHARERS = SHARERS / PRODUCTS;                              
 constexpr int K_BLOCKS = K_STEPS / COLUMN_SHARERS, V_BLOCKS = V_STEPS / COLUMN_SHARERS; /* n16 blocks of a warp's dK and dV */
 constexpr int OWN = TILE_Q / SHARERS;                                           /* queries of a warp */
 constexpr int DQ_WARPS = DQ_ROWS * DQ_COLUMNS, DQ_FRAGMENTS = TILE_Q / DQ_ROWS / 16, DQ_BLOCKS = K_STEPS / DQ_COLUMNS;
-constexpr int K_BYTES = 2 * HEAD_DIM + PAD, V_BYTES = 2 * HEAD_DIM_V + PAD; /* of a row */
+constexpr int K_BYTES = 2 * HEAD_DIM + PAD, V_BYTES = 2 * HEAD_DIM_V + PAD; /* of a row of Q and K, of dO and V */
+constexpr int V_COLUMNS = V_HALVED ? HEAD_DIM_V / 2 : HEAD_DIM_V, V_ROW = 2 * V_COLUMNS + PAD; /* of V in shared memory */
 /* dS and P: panels [TILE_K][S_COLUMNS] of queries, their rows as long as K's where that is possible: one address serves both. */
 constexpr int S_COLUMNS = PAD && TILE_Q > HEAD_DIM ? HEAD_DIM : TILE_Q;
 constexpr int S_BYTES = 2 * S_COLUMNS + PAD, PANEL = TILE_K * S_BYTES, PANELS = TILE_Q / S_COLUMNS;
 /* Without dQ nothing stands in the room of dS: V goes there, and registers are free. */
-constexpr bool V_FOR_DS = !WITH_DQ && SHARERS == 1 && V_BYTES <= S_BYTES;
+constexpr bool V_FOR_DS = !WITH_DQ && SHARERS == 1 && V_BYTES <= S_BYTES && !ANEW;
 constexpr int V_HELD = V_FOR_DS ? 0 : V_KEPT, AT_ONCE = V_FOR_DS ? PART : CHUNK;
 constexpr int PINNED = !WITH_DQ ? PINS_ALONE : BURST_ALIBI || BURST_SOFTCAP ? PINS_SCORES : PINS; /* see pin and fence */
 constexpr bool THROUGH = PINNED & 1024;                                        /* heads counted through all batches */
 constexpr bool V_STAYS = V_HELD == V_STEPS;                                     /* all of V in registers */
 constexpr bool Q_LATER = PRODUCTS == 2;                                         /* Q is waited for after the first dP */
+constexpr bool PAIRS = PAD;
 constexpr bool MIDDLE_BARRIER = WITH_DQ || SHARERS > 1 || STAGES == 1;
 
 /* Shared memory. */
 constexpr int Q_ROOM = TILE_Q * K_BYTES, DO_ROOM = TILE_Q * V_BYTES, STAGE = Q_ROOM + DO_ROOM, S_ROOM = PANELS * PANEL;
 constexpr int ROWS_ROOM = TILE_Q * 16;
-constexpr int K_AT = 0, STAGE_AT = K_AT + TILE_K * (K_BYTES + (V_KEPT == V_STEPS ? 0 : V_BYTES));
+constexpr int K_AT = 0, STAGE_AT = K_AT + TILE_K * (K_BYTES + (V_KEPT == V_STEPS ? 0 : V_ROW));
 constexpr int ROWS_AT = STAGE_AT + STAGES * STAGE, DS_AT = ROWS_AT + STAGES * ROWS_ROOM, P_AT = DS_AT + S_ROOM;
 constexpr int V_AT = V_FOR_DS ? DS_AT : K_AT + TILE_K * K_BYTES;
 constexpr int KNOWN_AT = P_AT + (SHARERS > 1 ? S_ROOM : 0), POS_AT = KNOWN_AT + (KNOWN ? Known::BYTES : 0) + (PAD ? 16 : 0);
 constexpr int WALK_AT = POS_AT + (POSITIONS ? TILE_K * 4 : 0), SHARED_BYTES = WALK_AT + (Q_LATER ? WARPS * Walk::BYTES : 0);
 /* V that stays in registers comes through room that is not used yet: the stages, or all, and K comes later. */
 constexpr bool V_BESIDE_K = TILE_K * V_BYTES <= STAGES * STAGE;
-constexpr int V_COMES_AT = !V_STAYS ? V_AT : V_BESIDE_K ? STAGE_AT : 0;
+constexpr int V_COMES_AT = V_HALVED ? STAGE_AT : !V_STAYS ? V_AT : V_BESIDE_K ? STAGE_AT : 0;
 
 static_assert(SHARED_BYTES == SHARED && SHARED <= SHARED_LIMIT, "shared memory: the table and the kernel disagree");
 static_assert(!V_STAYS || TILE_K * V_BYTES <= SHARED_BYTES, "V does not fit");
 static_assert(TILE_K == KEY_GROUPS * FRAGMENTS * 16 && SHARERS % PRODUCTS == 0 && COLUMN_SHARERS <= 2, "keys of a warp");
 static_assert(PRODUCTS == 1 || (PAD && STAGES == 1 && POSITIONS && K_BYTES == V_BYTES && S_BYTES == K_BYTES), "warps of one product");
-static_assert(FRAGMENTS % S_FRAGMENTS == 0, "fragments of S");
+static_assert(!V_HALVED || (2 * V_KEPT == V_STEPS && V_HELD && V_BESIDE_K), "halves of V");
+static_assert(FRAGMENTS % S_FRAGMENTS == 0 && (Q_KEPT == 0 || S_FRAGMENTS < FRAGMENTS), "fragments of S");
 static_assert(OWN % AT_ONCE == 0 && AT_ONCE % PART == 0 && PART % 16 == 0 && CUT_CHUNK % 16 == 0, "queries of a warp");
+static_assert(!(PINNED & 4096) || !PAD, "addresses of dQ");
 static_assert(KNOWN || !PAD, "what is Known is read there");
 static_assert(K_STEPS % COLUMN_SHARERS == 0 && V_STEPS % COLUMN_SHARERS == 0, "columns of a warp");
 static_assert(DQ_WARPS <= WARPS && DQ_FRAGMENTS * DQ_ROWS * 16 == TILE_Q && DQ_BLOCKS * DQ_COLUMNS == K_STEPS, "dQ of a warp");
@@ -112,7 +116,6 @@ struct Warp {
     bool plain;                                   /* no column to be filled up, strides of Q and dO below 32 MB */
     u32 shared;                                   /* address of shared memory */
     Item item;
-    int first_head;
     Scoring scoring;
 
     float dk[FRAGMENTS][2 * K_BLOCKS][4], dv[FRAGMENTS][2 * V_BLOCKS][4]; /* PRODUCTS = 2: dk is dK or dV, dv nothing */
@@ -120,6 +123,7 @@ struct Warp {
 
     /* Addresses of this lane; the rest of an address is a constant or the same for the whole warp. */
     u32 k_rows, v_rows;     /* rows lane % 16, chunk lane / 16: A operands, and B operands by ldmatrix.trans */
+    u32 v_halves;           /* likewise, V_HALVED: of half of V */
     u32 q_rows, do_rows;    /* rows lane % 8 + 8 (lane / 16), chunk lane / 8 % 2: B operands */
     u32 q_columns, do_columns; /* as k_rows, v_rows, from this warp's first column on */
     u32 put;                /* dS [key][query]: where fragments are stored */
@@ -156,13 +160,14 @@ struct Warp {
         const int row = lane & 15, chunk = lane >> 4, row_b = (lane & 7) + 8 * (lane >> 4), chunk_b = lane >> 3 & 1;
         k_rows = opaque(shared + swizzled<K_BYTES>(row, chunk));
         v_rows = V_BYTES == K_BYTES ? k_rows : opaque(shared + swizzled<V_BYTES>(row, chunk));
+        if (V_HALVED) v_halves = opaque(shared + swizzled<V_ROW>(row, chunk));
         q_rows = opaque(shared + swizzled<K_BYTES>(row_b, chunk_b));
         do_rows = V_BYTES == K_BYTES ? q_rows : opaque(shared + swizzled<V_BYTES>(row_b, chunk_b));
         const u32 column = COLUMN_SHARERS > 1 ? held(sharer / PRODUCTS * 32) : 0;
         q_columns = further(k_rows, column);
         do_columns = further(v_rows, column);
         keys_k = held(group * FRAGMENTS * 16 * K_BYTES);
-        keys_v = V_BYTES == K_BYTES ? keys_k : held(group * FRAGMENTS * 16 * V_BYTES);
+        keys_v = V_ROW == K_BYTES ? keys_k : held(group * FRAGMENTS * 16 * V_ROW);
         keys_s = S_BYTES == K_BYTES ? keys_k : held(group * FRAGMENTS * 16 * S_BYTES);
         own_q = SHARERS > 1 ? held(sharer * OWN * K_BYTES) : 0;
         own_do = V_BYTES == K_BYTES ? own_q : SHARERS > 1 ? held(sharer * OWN * V_BYTES) : 0;
@@ -181,22 +186,40 @@ struct Warp {
         dq_keys = further(k_rows, held(dq_column));
     }
 
+    /* The same of dQ and of the partner, made from the lane's number where they are used (4096 of PINS): they do not live through the rest. */
+    __device__ __forceinline__ void place_dq()
+    {
+        if (!(PINNED & 4096)) return;
+        const u32 lane = lane_again(), warp = thread_index() >> 5;
+        dq_rows = further(shared + swizzled<S_BYTES>((lane & 7) + 8 * (lane >> 4), lane >> 3 & 1), warp / DQ_COLUMNS * DQ_FRAGMENTS * 32);
+        dq_keys = further(shared + swizzled<K_BYTES>(lane & 15, lane >> 4), warp % DQ_COLUMNS * 32);
+    }
+    __device__ __forceinline__ void place_partner()
+    {
+        if (!(PINNED & 4096)) return;
+        const u32 lane = lane_again();
+        partner = shared + swizzled<S_BYTES>(lane & 15, (SHARERS - 1 - sharer) * OWN / 8 + (lane >> 4));
+    }
+
     /* ------------------------------------------------------------ copies */
 
     typedef Carry<TILE_K, HEAD_DIM, WARPS, PAD> CarryK;
-    typedef Carry<TILE_K, HEAD_DIM_V, WARPS, PAD> CarryV;
+    typedef Carry<TILE_K, V_COLUMNS, WARPS, PAD> CarryV;
     typedef Carry<TILE_Q, HEAD_DIM, WARPS, PAD> CarryQ;
     typedef Carry<TILE_Q, HEAD_DIM_V, WARPS, PAD> CarryDO;
 
-    template <typename C> __device__ __forceinline__ void keys(const Tensor &x, u32 to, int columns)
+    template <typename C> __device__ __forceinline__ void keys(const Tensor &x, u32 to, int columns, int first_column = 0)
     {
         const int row = C::row(warp, lane), chunk = C::chunk(warp, lane), first = item.tile * TILE_K + row;
-        const char *from = at_row(x, item.batch, min(first, block.rows_k - 1), item.head) + 16 * chunk;
-        C::some(warp, shared + to + swizzled<C::BYTES>(row, chunk), from, x.row, block.rows_k - first, columns / 8 - chunk);
+        const char *from = at_row(x, item.batch, min(first, block.rows_k - 1), item.head) + 16 * chunk + 2 * first_column;
+        C::some(warp, shared + to + swizzled<C::BYTES>(row, chunk), from, x.row, block.rows_k - first, (columns - first_column) / 8 - chunk);
     }
 
     /* The warp's number where it is seldom needed: read anew, so that no register holds it through the loop. */
     __device__ __forceinline__ u32 warp_again() const { return PAD ? thread_index() >> 5 : warp; }
+
+    /* Of a row; without the sign, which would be found before the loop and kept. */
+    static __device__ __forceinline__ int chunks(int columns) { return PAD ? (u32)columns / 8 : columns / 8; }
 
     /* Q_LATER: where the warp keeps its Walk. */
     __device__ __forceinline__ u32 desk() const { return shared + WALK_AT + warp_again() * Walk::BYTES; }
@@ -211,11 +234,12 @@ struct Warp {
         const u32 to_do = shared + (STAGE_AT + Q_ROOM + stage) + swizzled<V_BYTES>(row_do, chunk_do);
         u64 first[2];
         first_rows(first);
+        const char *const from_record = Q_LATER ? record(number(walk)) : nullptr; /* no load between copies: the compiler would wait for it */
         if (PAD ? (walk.tile + 1) * TILE_Q <= Known::get_plain(shared + KNOWN_AT) : plain && (walk.tile + 1) * TILE_Q <= block.rows_q) {
             if (!Q_LATER) CarryQ::all(warp, to_q, near(first[0], block.q, walk, row_q, chunk_q), block.q.row);
             CarryDO::all(warp, to_do, near(first[1], block.dout, walk, row_do, chunk_do), block.dout.row);
             if (Q_LATER) {
-                fetch_record(walk, rows_stage, warp, lane);
+                fetch_record(from_record, rows_stage, warp, lane);
                 CarryQ::all(warp, to_q, near(first[0], block.q, walk, row_q, chunk_q), block.q.row);
             }
         } else {
@@ -224,25 +248,28 @@ struct Warp {
             const char *const dout = (const char *)first[1] + walk.head * block.dout.head + 16 * chunk_do;
             if (!Q_LATER)
                 CarryQ::some(warp, to_q, q + min(first_q, last) * block.q.row, block.q.row, block.rows_q - first_q,
-                             block.d / 8 - (int)chunk_q);
+                             chunks(block.d) - (int)chunk_q);
             CarryDO::some(warp, to_do, dout + min(first_do, last) * block.dout.row, block.dout.row, block.rows_q - first_do,
-                          block.dim_v / 8 - (int)chunk_do);
+                          chunks(block.dim_v) - (int)chunk_do);
             if (Q_LATER) {
-                fetch_record(walk, rows_stage, warp, lane);
+                fetch_record(from_record, rows_stage, warp, lane);
                 CarryQ::some(warp, to_q, q + min(first_q, last) * block.q.row, block.q.row, block.rows_q - first_q,
-                             block.d / 8 - (int)chunk_q);
+                             chunks(block.d) - (int)chunk_q);
             }
         }
         if (Q_LATER) copies_commit();
-        else fetch_record(walk, rows_stage, warp, lane);
+        else fetch_record(record(number(walk)), rows_stage, warp, lane);
     }
 
-    /* The front of a tile's record, 16 bytes a query, a lane each: the last of a group of copies. */
-    __device__ __forceinline__ void fetch_record(const Walk &walk, u32 rows_stage, u32 warp, u32 lane)
+    /* The front of a tile's record, 16 bytes a query, a lane each, or where all warps shall have a share 8: the last of a group of copies. */
+    __device__ __forceinline__ void fetch_record(const char *record, u32 rows_stage, u32 warp, u32 lane)
     {
-        if (warp < TILE_Q / 32) {
+        if (PAD && 2 * TILE_Q == THREADS) {
+            const u32 from = 256 * warp + 8 * lane;
+            copy8(shared + (ROWS_AT + rows_stage) + from, record + from);
+        } else if (WARPS <= TILE_Q / 32 || warp < TILE_Q / 32) {
             const u32 from = 512 * warp + 16 * lane;
-            copy16(shared + (ROWS_AT + rows_stage) + from, record(number(walk)) + from);
+            copy16(shared + (ROWS_AT + rows_stage) + from, record + from);
         }
         copies_commit();
     }
@@ -251,9 +278,20 @@ struct Warp {
     __device__ __forceinline__ char *record(u32 number) const
     {
         if (!PAD) return record_of(block, number);
+        if (PRODUCTS == 2) {
+            u32 before = WITH_DQ ? block.tiles_q : 0;
+            asm volatile("" : "+r"(before));
+            return block.work + (u64)before * (block.batch * block.heads) * (SUMS * 4) + (u64)number * RECORD;
+        }
         u64 records;
         asm volatile("ld.shared.b64 %0, [%1];" : "=l"(records) : "r"(shared + KNOWN_AT + Known::BYTES) : "memory");
         return (char *)records + (u64)number * RECORD;
+    }
+
+    /* This lane's first queries in the record of the tile at hand; PAD: made where it is used, a pointer less through the loop. */
+    __device__ __forceinline__ const char *record_here(u32 number) const
+    {
+        return record(number) + ((lane_again() & 3) * 2 + sharer * OWN) * 8;
     }
 
     /* What is Known (KNOWN = 0: kept in registers, where 32 bytes of shared memory would cost a block of threads). */
@@ -312,6 +350,23 @@ struct Warp {
 #endif
     }
 
+    /* The first steps of V and of K into registers. */
+    __device__ __forceinline__ void hold_v(int from)
+    {
+        UNROLL for (int step = 0; step < V_HELD; step++)
+            UNROLL for (int m = 0; m < FRAGMENTS; m++) v_fragment(v_frag[step][m], step, m, from);
+    }
+    /* A fragment of V that stands at `from`; V_HALVED: of the half that does. */
+    __device__ __forceinline__ void v_fragment(u32 (&a)[4], int step, int m, int from)
+    {
+        ldmatrix(a, along<V_ROW>(V_HALVED ? v_halves : v_rows, 2 * (V_HALVED ? step % V_KEPT : step)) + keys_v + from + m * 16 * V_ROW);
+    }
+    __device__ __forceinline__ void hold_k()
+    {
+        UNROLL for (int step = 0; step < K_KEPT; step++)
+            UNROLL for (int m = 0; m < FRAGMENTS; m++) ldmatrix(k_frag[step][m], along<K_BYTES>(k_rows, 2 * step) + keys_k + K_AT + m * 16 * K_BYTES);
+    }
+
     /* Of S_FRAGMENTS fragments of keys from `first` on. */
     __device__ __forceinline__ void k_fragments(u32 (&a)[S_FRAGMENTS][4], int step, int first)
     {
@@ -324,7 +379,7 @@ struct Warp {
     {
         UNROLL for (int m = 0; m < FRAGMENTS; m++)
             if (step < V_HELD) UNROLL for (int i = 0; i < 4; i++) a[m][i] = v_frag[step < V_HELD ? step : 0][m][i];
-            else ldmatrix(a[m], along<V_BYTES>(v_rows, 2 * step) + keys_v + V_AT + m * 16 * V_BYTES);
+            else v_fragment(a[m], step, m, V_AT);
     }
 
     /* sum[m][·] += a[m] · (16 queries × BLOCKS n16 blocks of columns at `address`) */
@@ -344,6 +399,7 @@ struct Warp {
     __device__ __forceinline__ void pin()
     {
         if (PINNED & 1) asm volatile("" : "+r"(k_rows), "+r"(q_rows));
+        if (PINNED & 1 && V_HALVED) asm volatile("" : "+r"(v_halves));
         if (PINNED & 2) asm volatile("" : "+r"(put));
         if (PINNED & 4) asm volatile("" : "+r"(q_columns), "+r"(do_columns), "+r"(partner));
         if (PINNED & 8) asm volatile("" : "+r"(dq_rows), "+r"(dq_keys));
@@ -357,30 +413,40 @@ struct Warp {
         if (PINNED & WHICH) __syncwarp();
     }
 
+    /* Of some queries, what S of the first S_FRAGMENTS fragments of keys leaves for that of the others: -lse, and Q of the last steps. */
+    template <int QUERIES> struct Again {
+        float2 minus_lse[QUERIES / 8];
+        u32 q[Q_KEPT ? Q_KEPT : 1][QUERIES / 16][4];
+    };
+
     /* Of PART_NOW queries from `first` of the warp's on, at q_at, and S_FRAGMENTS fragments of keys from first_m on: Sᵀ, P, dS from
      * dP, which begins at query first - first_dp of the warp's. */
     template <bool CUT, int PART_NOW, int NOW>
-    __device__ __forceinline__ void weights(u32 q_at, int first, int first_dp, int first_m, u32 rows_stage, const char *record,
-                                            int (&pos)[FRAGMENTS][2], const float (&dp)[FRAGMENTS][NOW / 8][4],
+    __device__ __forceinline__ void weights(u32 q_at, int first, int first_dp, int first_m, u32 rows_stage, u32 number, const char *record,
+                                            int (&pos)[FRAGMENTS][2], const float (&dp)[FRAGMENTS][NOW / 8][4], Again<PART_NOW> &again,
                                             u32 (&p_frag)[PART_NOW / 16][FRAGMENTS][4], u32 (&ds_frag)[PART_NOW / 16][FRAGMENTS][4])
     {
         /* Sᵀ = K Qᵀ */
         float s[S_FRAGMENTS][PART_NOW / 8][4];
-        UNROLL for (int step = 0; step < K_STEPS; step++) {
+        UNROLL for (int i = 0; i < K_STEPS; i++) {
+            const int step = first_m ? (i + K_STEPS - Q_KEPT) % K_STEPS : i, kept = step - (K_STEPS - Q_KEPT); /* first what is still there */
             u32 a[S_FRAGMENTS][4];
             k_fragments(a, step, first_m);
             UNROLL for (int n = 0; n < PART_NOW / 16; n++) {
-                u32 b[4];
-                ldmatrix(b, along<K_BYTES>(q_rows, 2 * step) + q_at + n * 16 * K_BYTES);
+                u32 own[4], (&b)[4] = kept < 0 ? own : again.q[kept < 0 ? 0 : kept][n];
+                if (kept < 0 || first_m == 0) ldmatrix(b, along<K_BYTES>(q_rows, 2 * step) + q_at + n * 16 * K_BYTES);
                 UNROLL for (int m = 0; m < S_FRAGMENTS; m++)
                     UNROLL for (int e = 0; e < 2; e++) {
                         float zero[4] = {0, 0, 0, 0};
-                        mma(s[m][2 * n + e], a[m], b[2 * e], b[2 * e + 1], step ? s[m][2 * n + e] : zero);
+                        mma(s[m][2 * n + e], a[m], b[2 * e], b[2 * e + 1], i ? s[m][2 * n + e] : zero);
                     }
             }
         }
 
-        if (PAD && CUT) __syncwarp(); /* nor do loads of positions and intervals */
+        if (PAD && CUT) {
+            __syncwarp(); /* nor do loads of positions and intervals */
+            record = record_here(Q_LATER ? Walk::number_at(desk()) : number);
+        }
         if (POSITIONS && (CUT || BURST_ALIBI)) {
             u32 from = shared + POS_AT + warp_again() / SHARERS * FRAGMENTS * 64 + (lane_again() >> 2) * 4;
             asm volatile("" : "+r"(from)); /* what follows are offsets of it */
@@ -390,7 +456,8 @@ struct Warp {
         UNROLL for (int n = 0; n < PART_NOW / 16; n++) {
             UNROLL for (int e = 0; e < 2; e++) {
                 const int query = first + n * 16 + e * 8; /* this lane has the queries 2 (lane % 4) + 0, 1 from here */
-                const float2 minus_lse = shared_float2(rows + rows_stage + LSE + query * 8);
+                float2 &minus_lse = again.minus_lse[2 * n + e];
+                if (first_m == 0) minus_lse = shared_float2(rows + rows_stage + LSE + query * 8);
                 int4 sight = {0, 0, 0, 0};
                 int2 at = {0, 0};
                 if (CUT) sight = *(const int4 *)(record + SIGHT + query * 8);
@@ -417,15 +484,18 @@ struct Warp {
             UNROLL for (int m = 0; m < S_FRAGMENTS; m++) {
                 if (SHARERS > 1) store_fragment(to, P_AT + (first_m + m) * 16 * S_BYTES, p_frag[n][first_m + m]);
                 if (WITH_DQ || SHARERS > 1) store_fragment(to, DS_AT + (first_m + m) * 16 * S_BYTES, ds_frag[n][first_m + m]);
+                if (PRODUCTS == 2) /* the one that this warp multiplies, at once: both would live until then */
+                    UNROLL for (int i = 0; i < 4; i++) p_frag[n][first_m + m][i] = chosen(product(), ds_frag[n][first_m + m][i], p_frag[n][first_m + m][i]);
             }
         }
     }
 
     /* pos: of this lane's keys, where CUT or ALiBi. */
     template <bool CUT>
-    __device__ __forceinline__ void queries(u32 stage, u32 rows_stage, const char *record, int (&pos)[FRAGMENTS][2])
+    __device__ __forceinline__ void queries(u32 stage, u32 rows_stage, u32 number, const char *record, int (&pos)[FRAGMENTS][2])
     {
         constexpr int NOW = CUT && CUT_CHUNK < AT_ONCE ? CUT_CHUNK : AT_ONCE, PART_NOW = PART < NOW ? PART : NOW; /* queries at once */
+        if (ANEW) hold_k();
         UNROLL for (int chunk = 0; chunk < OWN / NOW; chunk++) {
             const u32 q_chunk = stage + own_q + (STAGE_AT + chunk * NOW * K_BYTES);
             const u32 do_chunk = stage + own_do + (STAGE_AT + Q_ROOM + chunk * NOW * V_BYTES);
@@ -441,7 +511,13 @@ struct Warp {
                     ldmatrix(b, along<V_BYTES>(do_rows, 2 * step) + do_chunk + n * 16 * V_BYTES);
                     UNROLL for (int e = 0; e < 2; e++) {
                         float minus_delta[4] = {0, 0, 0, 0};
-                        if (step == 0) shared_float4(minus_delta, rows + rows_stage + DELTA + (chunk * NOW + n * 16 + e * 8) * 8);
+                        const u32 delta = rows + rows_stage + DELTA + (chunk * NOW + n * 16 + e * 8) * 8;
+                        if (step == 0 && PAIRS) {
+                            const float2 pair = shared_float2(delta);
+                            minus_delta[0] = minus_delta[2] = pair.x, minus_delta[1] = minus_delta[3] = pair.y;
+                        } else if (step == 0) {
+                            shared_float4(minus_delta, delta);
+                        }
                         UNROLL for (int m = 0; m < FRAGMENTS; m++)
                             mma(dp[m][2 * n + e], a[m], b[2 * e], b[2 * e + 1], step ? dp[m][2 * n + e] : minus_delta);
                     }
@@ -456,16 +532,14 @@ struct Warp {
                 const int first = chunk * NOW + part * PART_NOW; /* of the warp's queries */
                 fence<32>();
                 u32 p_frag[PART_NOW / 16][FRAGMENTS][4], ds_frag[PART_NOW / 16][FRAGMENTS][4];
+                Again<PART_NOW> again;
                 UNROLL for (int first_m = 0; first_m < FRAGMENTS; first_m += S_FRAGMENTS)
-                    weights<CUT, PART_NOW, NOW>(q_chunk + part * PART_NOW * K_BYTES, first, part * PART_NOW, first_m, rows_stage, record, pos, dp, p_frag, ds_frag);
+                    weights<CUT, PART_NOW, NOW>(q_chunk + part * PART_NOW * K_BYTES, first, part * PART_NOW, first_m, rows_stage, number, record, pos, dp, again,
+                                                p_frag, ds_frag);
                 fence<64>();
                 if (PRODUCTS == 2) {
-                    UNROLL for (int n = 0; n < PART_NOW / 16; n++) {
-                        u32 mine[FRAGMENTS][4];
-                        UNROLL for (int m = 0; m < FRAGMENTS; m++)
-                            UNROLL for (int i = 0; i < 4; i++) mine[m][i] = product() ? ds_frag[n][m][i] : p_frag[n][m][i];
-                        add_products<K_BLOCKS, K_BYTES>(dk, mine, q_columns, other_factor() + own_q + (first + n * 16) * K_BYTES);
-                    }
+                    UNROLL for (int n = 0; n < PART_NOW / 16; n++)
+                        add_products<K_BLOCKS, K_BYTES>(dk, p_frag[n], q_columns, other_factor() + own_q + (first + n * 16) * K_BYTES);
                 } else {
                     /* dV += Pᵀ dO */
                     UNROLL for (int n = 0; n < PART_NOW / 16; n++)
@@ -483,6 +557,7 @@ struct Warp {
     /* SHARERS = 2: dV += Pᵀ dO and dK += dSᵀ Q of the queries whose P and dS the partner has made. */
     __device__ __forceinline__ void partners_queries(u32 stage)
     {
+        place_partner();
         const u32 its_do = stage - own_do + (STAGE_AT + Q_ROOM + OWN * V_BYTES), its_q = stage - own_q + (STAGE_AT + OWN * K_BYTES);
         UNROLL for (int n = 0; n < OWN / 16; n++) {
             u32 p_frag[FRAGMENTS][4];
@@ -523,6 +598,7 @@ struct Warp {
         const u32 mine = warp_again() * (SUMS / DQ_WARPS) + lane_again() * (WIDE_RED ? 4 : 1);
         float *const sums = sums_of(block, number) + mine;
         if (PAD && S_BYTES == K_BYTES) dq_rows = q_rows + dq_row_of(warp_again()), dq_keys = k_rows + warp_again() % DQ_COLUMNS * 32;
+        place_dq();
         constexpr int TAKEN = DQ_BLOCKS > DQ_PART ? DQ_PART : DQ_BLOCKS; /* blocks at once */
         UNROLL for (int start = 0; start < DQ_BLOCKS; start += TAKEN) {
             float dq[DQ_FRAGMENTS][2 * TAKEN][4];
@@ -618,29 +694,32 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) backward(const _
         const int tile = KNOWN ? Known::get_tile(w.shared + KNOWN_AT) : w.item.tile;
         return look_at_queries(block, block.extent[tile], (tile + 1) * TILE_K <= block.rows_k, base, block.tiles_q);
     };
+    auto heads = [&]() { /* first and end of those that are walked over */
+        if (PRODUCTS == 1) return int2{first_head, end_head};
+        const Item item = w.this_item();
+        const int size = block.heads / block.kv_heads, first = (THROUGH ? item.batch * block.heads : 0) + item.head * size;
+        return int2{first, first + size};
+    };
     Walk walk(first_head);
-    bool more = walk.next(block.tiles_q, first_head, end_head, look);
+    bool more = walk.next(block.tiles_q, heads, look);
     if (more) {
         /* K and V; what stays in registers */
         w.keys<Warp::CarryV>(block.v, V_COMES_AT, block.dim_v);
+        if (V_HALVED) w.keys<Warp::CarryV>(block.v, V_AT, block.dim_v, V_COLUMNS);
         if (!V_STAYS || V_BESIDE_K) w.keys<Warp::CarryK>(block.k, K_AT, block.d);
         copies_commit();
-        if (V_HELD || K_KEPT) {
+        if (V_HELD || (K_KEPT && !ANEW)) {
             copies_wait<0>();
             __syncthreads();
-            UNROLL for (int step = 0; step < V_HELD; step++)
-                UNROLL for (int m = 0; m < FRAGMENTS; m++)
-                    ldmatrix(w.v_frag[step][m], along<V_BYTES>(w.v_rows, 2 * step) + w.keys_v + V_COMES_AT + m * 16 * V_BYTES);
-            if (V_STAYS) __syncthreads();
+            w.hold_v(V_COMES_AT);
+            if (V_STAYS || V_HALVED) __syncthreads();
             if (V_STAYS && !V_BESIDE_K) {
                 w.keys<Warp::CarryK>(block.k, K_AT, block.d);
                 copies_commit();
                 copies_wait<0>();
                 __syncthreads();
             }
-            UNROLL for (int step = 0; step < K_KEPT; step++)
-                UNROLL for (int m = 0; m < FRAGMENTS; m++)
-                    ldmatrix(w.k_frag[step][m], along<K_BYTES>(w.k_rows, 2 * step) + w.keys_k + K_AT + m * 16 * K_BYTES);
+            if (!ANEW) w.hold_k();
         }
         auto position = [&](int i) { /* of the tile's key i; none that is not there is ever seen */
             const int key = w.item.tile * TILE_K + i;
@@ -664,10 +743,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) backward(const _
             u32 number = Q_LATER ? walk.get(w.desk()) : w.number(walk);
             if (BURST_ALIBI) w.scoring.of_head(block, walk.head % block.heads);
             if (!decltype(cut)::value && PINNED & 512) walk.cut = false; /* it is: the compiler now knows */
-            if (!Q_LATER) more = walk.next(block.tiles_q, first_head, end_head, look);
+            if (!Q_LATER) more = walk.next(block.tiles_q, heads, look);
             if (STAGES == 2 && more) w.fetch(walk, stage ^ STAGE, rows_stage ^ ROWS_ROOM);
-            const char *record = w.record(number) + ((lane_again() & 3) * 2 + w.sharer * OWN) * 8;
-            w.queries<decltype(cut)::value>(stage, rows_stage, record, pos);
+            w.queries<decltype(cut)::value>(stage, rows_stage, number, PAD ? nullptr : w.record_here(number), pos);
             if (MIDDLE_BARRIER) __syncthreads();
             if (PRODUCTS == 2) w.others_queries();
             else if (SHARERS > 1) w.partners_queries(stage);
@@ -675,7 +753,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) backward(const _
                 if (SHARERS > 1) __syncthreads();
                 if (Q_LATER) {
                     number = walk.get(w.desk());
-                    more = walk.next(block.tiles_q, first_head, end_head, look);
+                    more = walk.next(block.tiles_q, heads, look);
                     __syncwarp();
                     walk.put(w.desk(), w.number(walk));
                 }

@@ -41,6 +41,16 @@ DEVICE u32 opaque_uniform(u32 x)
     return y;
 }
 
+/* condition ? x : y, here and not later. */
+DEVICE u32 chosen(bool condition, u32 x, u32 y)
+{
+    u32 z;
+    asm volatile("{.reg .pred p;\n"
+                 "setp.ne.u32 p, %1, 0;\n"
+                 "selp.b32 %0, %2, %3, p;}" : "=r"(z) : "r"((u32)condition), "r"(x), "r"(y));
+    return z;
+}
+
 /* The lane's number, read anew: cheaper than a register that lives through a loop. */
 DEVICE int lane_again()
 {
@@ -166,8 +176,10 @@ struct Walk {
     static constexpr int BYTES = 16;
     __device__ __forceinline__ void put(u32 address, u32 number) const
     {
-        if (lane_again() == 0)
-            asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" :: "r"(address), "r"(left), "r"(base | cut), "r"(head), "r"(number) : "memory");
+        const u32 lane = lane_again();
+        u32 x = lane == 0 ? left : lane == 1 ? base | cut : number; /* a lane a word */
+        x = lane == 2 ? head : x;
+        if (lane < 4) asm volatile("st.shared.b32 [%0], %1;" :: "r"(address + 4 * lane), "r"(x) : "memory");
     }
     __device__ __forceinline__ u32 get(u32 address)
     {
@@ -179,18 +191,21 @@ struct Walk {
         return number;
     }
 
-    /* Go to the next visible tile; false: there is none.  look_at(base): what is seen of the 32 tiles from `base` on. */
-    template <typename LookAt>
-    __device__ __forceinline__ bool next(int tiles, int first_head, int end_head, LookAt look_at)
+    static __device__ __forceinline__ u32 number_at(u32 address) { return shared_int(address + 12); }
+
+    /* Go to the next visible tile; false: there is none.  look_at(base): what is seen of the 32 tiles from `base` on; heads():
+     * the first head, and the one after the last. */
+    template <typename Heads, typename LookAt> __device__ __forceinline__ bool next(int tiles, Heads heads, LookAt look_at)
     {
         while (left == 0) {
             base -= 32;
             if (base < 0) {
                 base = (tiles - 1) & ~31;
-                if (++head == end_head) {
+                const int2 ends = heads();
+                if (++head == ends.y) {
                     if (!cut) return false;
                     cut = false;
-                    head = first_head;
+                    head = ends.x;
                 }
             }
             const Look look = look_at(base);
@@ -200,6 +215,10 @@ struct Walk {
         left ^= 1u << bit;
         tile = base + bit;
         return true;
+    }
+    template <typename LookAt> __device__ __forceinline__ bool next(int tiles, int first_head, int end_head, LookAt look_at)
+    {
+        return next(tiles, [=]() { return int2{first_head, end_head}; }, look_at);
     }
 };
 

@@ -112,6 +112,17 @@ DEVICE const char *stepped(const char *pointer, int step, int times)
     return x;
 }
 
+/* 8 bytes. */
+DEVICE void copy8(u32 shared, const void *global)
+{
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" :: "r"(shared), "l"(global) : "memory");
+#else
+    const uint2 x = *(const uint2 *)global;
+    asm volatile("st.shared.v2.b32 [%0], {%1,%2};" :: "r"(shared), "r"(x.x), "r"(x.y) : "memory");
+#endif
+}
+
 /* 4 bytes. */
 DEVICE void copy4(u32 shared, const void *global)
 {

@@ -372,7 +372,7 @@ FAULTS = [
     ("backward", WAIT + "\n            __syncthreads();", WAIT, "no barrier before a tile is read"),
     ("backward", "if (MIDDLE_BARRIER) __syncthreads();", "", "no barrier between dS and dQ"),
     ("backward", WAIT, WAIT.replace("Q_LATER", "1"), "waits for one stage less"),
-    ("backward", "if (V_STAYS) __syncthreads();", "", "Q overwrites V before it is in registers"),
+    ("backward", "if (V_STAYS || V_HALVED) __syncthreads();", "", "Q overwrites V before it is in registers"),
     ("backward", "w.fetch(walk, stage ^ STAGE,", "w.fetch(walk, stage,", "the next tile into the stage in use"),
     ("backward", "< (u32)sight.w", "<= (u32)sight.w", "a mask that reaches one too far"),
     ("backward", "(u32)(pos[first_m + m][i] - sight.x)", "(u32)(pos[first_m + m][i] - 1 - sight.x)", "a mask that is one off"),
@@ -397,7 +397,7 @@ SHARED_KEYS_FAULTS = [
     ("backward", LATER.format(0, "__syncthreads();"), LATER.format(0, ""), "no barrier before Q is read"),
     ("backward", "if (SHARERS > 1) __syncthreads();", "", "the next tile over one that others still read"),
     ("backward", "product() ? DS_AT : P_AT", "product() ? P_AT : DS_AT", "the others' dS in place of P"),
-    ("backward", "product() ? ds_frag[n][m][i] : p_frag[n][m][i]", "p_frag[n][m][i]", "P in place of dS for dK"),
+    ("backward", "chosen(product(), ds_frag[n][first_m + m][i], p_frag[n][first_m + m][i])", "p_frag[n][first_m + m][i]", "P in place of dS for dK"),
     ("backward", "const u32 query = (sharer ^ i) * OWN;", "const u32 query = i * OWN;", "a warp's own queries twice"),
     ("backward", "number = walk.get(w.desk());", "number = w.number(walk);", "dQ to the sums of another tile"),
 ]

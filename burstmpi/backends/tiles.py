@@ -206,10 +206,13 @@ class _Gradients:
     bound: int = 0  # blocks that the compiler shall leave room for, where fewer run: it then takes fewer registers
     products: int = 1  # 2: of the warps that have the same keys some make dK, the others dV; where d = dv
     s_fragments: int = 0  # of the keys, whose S is in registers; 0: all of a warp
+    kept_q: int = 0  # steps of Q that stay in registers from S of the first of these fragments to that of the others
     dq_columns: int = 0  # warps beside each other over dQ's columns; 0: 4 or 2
     positions: int = 0  # 1: those of the keys in shared memory, not in registers
     cut_chunk: int = 64  # at most so many queries at once where it masks
     pad: int = 0  # bytes at the end of each row of shared memory: 0 or 16
+    anew: int = 0  # 1: kept steps are read from shared memory for each tile of queries, so that dQ has their registers
+    halved: int = 0  # 1: half of V is kept, the other half stands in shared memory; else, where not all is kept, all of V
     known: int = 1  # 0: seldom used numbers stay in registers, as 32 bytes of shared memory would cost a block of threads
 
 
@@ -237,12 +240,12 @@ _BACKWARD = {
     "90": {
         **_LARGE,
         32: replace(_LARGE[32], pins=388),
-        64: _Gradients(128, 128, 4, 1, 2, 32, 32, 0, 3, 1, 2, dq_columns=1, pad=16, positions=1, cut_chunk=16, pins=1312, pins_alone=368, pins_scores=1280),
+        64: _Gradients(128, 128, 4, 1, 2, 16, 16, 4, 3, 1, 2, anew=1, dq_columns=1, pad=16, positions=1, pins=1280, pins_alone=1825, pins_scores=1280),
         96: replace(_LARGE[96], cut_chunk=16, pins=1540, pins_alone=1536),
         128: replace(_LARGE[128], kept_v=0, pins_alone=1024),
         (128, 128): _Gradients(
-            128, 128, 8, 4, 4, 32, 32, 0, 0, 1, products=2, s_fragments=2, dq_columns=2, pad=16, positions=1, cut_chunk=16,
-            pins=1280, pins_alone=1056, pins_scores=1312,
+            128, 128, 8, 4, 4, 32, 32, 0, 0, 1, products=2, s_fragments=2, kept_q=1, dq_columns=2, pad=16, positions=1, cut_chunk=16,
+            pins=256, pins_alone=1290, pins_scores=1312,
         ),  # fmt: skip
         192: replace(_LARGE[192], pins=3332),
     },
@@ -297,7 +300,7 @@ def backward(arch: str, dtype: str, d: int, dv: int) -> Kernel:
     stays, pad = kept_v == dv // 16, shape.pad
     columns = shape.dq_columns or next(c for c in (4, 2) if c < shape.warps and d // 16 % c == 0 and (d % 64 == 0 or c == 2))
     shared = (
-        shape.keys * (2 * d + pad + (0 if stays else 2 * dv + pad))
+        shape.keys * (2 * d + pad + (0 if stays else (dv if shape.halved else 2 * dv) + pad))
         + shape.stages * shape.queries * (2 * (d + dv + pad) + 16)
         + min(shape.sharers, 2) * shape.keys * (2 * shape.queries + pad * (-(-shape.queries // d) if pad else 0))
         + 32 * shape.known + pad + 4 * shape.keys * shape.positions + 16 * shape.warps * (shape.products - 1)
@@ -311,7 +314,7 @@ def backward(arch: str, dtype: str, d: int, dv: int) -> Kernel:
         "WARPS": shape.warps, "STAGES": shape.stages, "SHARED": shared, "SHARED_LIMIT": SHARED_LIMIT[arch],
         "SHARERS": shape.sharers, "PRODUCTS": shape.products, "FRAGMENTS": shape.fragments,
         "S_FRAGMENTS": shape.s_fragments or shape.fragments, "CHUNK": shape.chunk, "PART": shape.part,
-        "CUT_CHUNK": shape.cut_chunk, "K_KEPT": shape.kept_k, "V_KEPT": kept_v, "RESIDENT": shape.bound or shape.resident,
+        "CUT_CHUNK": shape.cut_chunk, "K_KEPT": shape.kept_k, "V_KEPT": kept_v, "Q_KEPT": shape.kept_q, "V_HALVED": shape.halved, "ANEW": shape.anew, "RESIDENT": shape.bound or shape.resident,
         "DQ_ROWS": min(shape.warps // columns, shape.queries // 16), "DQ_COLUMNS": columns, "DQ_PART": shape.dq_part,
         "PINS": shape.pins, "PINS_ALONE": alone, "PINS_SCORES": shape.pins if shape.pins_scores is None else shape.pins_scores, "PAD": pad, "POSITIONS": shape.positions, "KNOWN": shape.known,
     }  # fmt: skip
