@@ -273,7 +273,7 @@ _BACKWARD = {
         128: _Gradients(32, 64, 8, 2, 1, 16, 16, 0, 8, 1, pins=256),
         192: _Gradients(32, 64, 8, 2, 1, 16, 16, 0, 12, 1, pins=256),
         256: _Gradients(32, 32, 4, 2, 1, 16, 16, 0, 16, 1, dq_part=2, pins=260, pins_alone=256),
-        (256, 256): _Gradients(32, 32, 4, 2, 1, 16, 16, 0, 16, 1, dq_part=4, dq_columns=4, positions=1, pins=1336, pins_alone=867),
+        (256, 256): _Gradients(32, 32, 4, 2, 1, 16, 16, 0, 8, 1, halved=1, dq_part=4, dq_columns=4, positions=1, pins=5903, pins_alone=1295),
     },
 }
 
