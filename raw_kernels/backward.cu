@@ -52,8 +52,13 @@ constexpr int S_COLUMNS = PAD && TILE_Q > HEAD_DIM ? HEAD_DIM : TILE_Q;
 constexpr int S_BYTES = 2 * S_COLUMNS + PAD, PANEL = TILE_K * S_BYTES, PANELS = TILE_Q / S_COLUMNS;
 /* Without dQ nothing stands in the room of dS: V goes there, and registers are free. */
 constexpr bool V_FOR_DS = !WITH_DQ && SHARERS == 1 && V_BYTES <= S_BYTES && !ANEW;
-constexpr int V_HELD = V_FOR_DS ? 0 : V_KEPT, AT_ONCE = V_FOR_DS ? PART : CHUNK;
-constexpr int PINNED = !WITH_DQ ? PINS_ALONE : BURST_ALIBI || BURST_SOFTCAP ? PINS_SCORES : PINS; /* see pin and fence */
+/* Softcap and ALiBi want registers of their own: Q, and K that is not held through the loop, are read where they are used;
+ * with dQ K for S of twice as many queries. */
+constexpr bool SCORES = BURST_ALIBI || BURST_SOFTCAP, NO_K = ANEW && SCORES;
+constexpr int K_HELD = NO_K ? 0 : K_KEPT, Q_HELD = SCORES ? 0 : Q_KEPT, S_AT_ONCE = NO_K && WITH_DQ ? 2 * PART : PART; /* queries of S */
+constexpr int V_HELD = V_FOR_DS ? 0 : V_KEPT, AT_ONCE = V_FOR_DS || S_AT_ONCE > CHUNK ? S_AT_ONCE : CHUNK;  /* and of dP */
+constexpr int PINNED = WITH_DQ ? (BURST_ALIBI ? PINS_ALIBI : BURST_SOFTCAP ? PINS_SOFTCAP : PINS)
+                               : (BURST_ALIBI ? PINS_ALONE_ALIBI : BURST_SOFTCAP ? PINS_ALONE_SOFTCAP : PINS_ALONE); /* see pin and fence */
 constexpr bool THROUGH = PINNED & 1024;                                        /* heads counted through all batches */
 constexpr bool V_STAYS = V_HELD == V_STEPS;                                     /* all of V in registers */
 constexpr bool Q_LATER = PRODUCTS == 2;                                         /* Q is waited for after the first dP */
@@ -78,7 +83,7 @@ static_assert(TILE_K == KEY_GROUPS * FRAGMENTS * 16 && SHARERS % PRODUCTS == 0 &
 static_assert(PRODUCTS == 1 || (PAD && STAGES == 1 && POSITIONS && K_BYTES == V_BYTES && S_BYTES == K_BYTES), "warps of one product");
 static_assert(!V_HALVED || (2 * V_KEPT == V_STEPS && V_HELD && V_BESIDE_K), "halves of V");
 static_assert(FRAGMENTS % S_FRAGMENTS == 0 && (Q_KEPT == 0 || S_FRAGMENTS < FRAGMENTS), "fragments of S");
-static_assert(OWN % AT_ONCE == 0 && AT_ONCE % PART == 0 && PART % 16 == 0 && CUT_CHUNK % 16 == 0, "queries of a warp");
+static_assert(OWN % AT_ONCE == 0 && AT_ONCE % S_AT_ONCE == 0 && PART % 16 == 0 && CUT_CHUNK % 16 == 0, "queries of a warp");
 static_assert(!(PINNED & 4096) || !PAD, "addresses of dQ");
 static_assert(KNOWN || !PAD, "what is Known is read there");
 static_assert(K_STEPS % COLUMN_SHARERS == 0 && V_STEPS % COLUMN_SHARERS == 0, "columns of a warp");
@@ -119,7 +124,7 @@ struct Warp {
     Scoring scoring;
 
     float dk[FRAGMENTS][2 * K_BLOCKS][4], dv[FRAGMENTS][2 * V_BLOCKS][4]; /* PRODUCTS = 2: dk is dK or dV, dv nothing */
-    u32 k_frag[K_KEPT ? K_KEPT : 1][FRAGMENTS][4], v_frag[V_HELD ? V_HELD : 1][FRAGMENTS][4];
+    u32 k_frag[K_HELD ? K_HELD : 1][FRAGMENTS][4], v_frag[V_HELD ? V_HELD : 1][FRAGMENTS][4];
 
     /* Addresses of this lane; the rest of an address is a constant or the same for the whole warp. */
     u32 k_rows, v_rows;     /* rows lane % 16, chunk lane / 16: A operands, and B operands by ldmatrix.trans */
@@ -239,7 +244,7 @@ struct Warp {
             if (!Q_LATER) CarryQ::all(warp, to_q, near(first[0], block.q, walk, row_q, chunk_q), block.q.row);
             CarryDO::all(warp, to_do, near(first[1], block.dout, walk, row_do, chunk_do), block.dout.row);
             if (Q_LATER) {
-                fetch_record(from_record, rows_stage, warp, lane);
+                fetch_record(walk, from_record, rows_stage, warp, lane);
                 CarryQ::all(warp, to_q, near(first[0], block.q, walk, row_q, chunk_q), block.q.row);
             }
         } else {
@@ -252,24 +257,24 @@ struct Warp {
             CarryDO::some(warp, to_do, dout + min(first_do, last) * block.dout.row, block.dout.row, block.rows_q - first_do,
                           chunks(block.dim_v) - (int)chunk_do);
             if (Q_LATER) {
-                fetch_record(from_record, rows_stage, warp, lane);
+                fetch_record(walk, from_record, rows_stage, warp, lane);
                 CarryQ::some(warp, to_q, q + min(first_q, last) * block.q.row, block.q.row, block.rows_q - first_q,
                              chunks(block.d) - (int)chunk_q);
             }
         }
         if (Q_LATER) copies_commit();
-        else fetch_record(record(number(walk)), rows_stage, warp, lane);
+        else fetch_record(walk, nullptr, rows_stage, warp, lane);
     }
 
     /* The front of a tile's record, 16 bytes a query, a lane each, or where all warps shall have a share 8: the last of a group of copies. */
-    __device__ __forceinline__ void fetch_record(const char *record, u32 rows_stage, u32 warp, u32 lane)
+    __device__ __forceinline__ void fetch_record(const Walk &walk, const char *known, u32 rows_stage, u32 warp, u32 lane)
     {
         if (PAD && 2 * TILE_Q == THREADS) {
             const u32 from = 256 * warp + 8 * lane;
-            copy8(shared + (ROWS_AT + rows_stage) + from, record + from);
+            copy8(shared + (ROWS_AT + rows_stage) + from, (Q_LATER ? known : record(number(walk))) + from);
         } else if (WARPS <= TILE_Q / 32 || warp < TILE_Q / 32) {
             const u32 from = 512 * warp + 16 * lane;
-            copy16(shared + (ROWS_AT + rows_stage) + from, record + from);
+            copy16(shared + (ROWS_AT + rows_stage) + from, (Q_LATER ? known : record(number(walk))) + from);
         }
         copies_commit();
     }
@@ -363,7 +368,7 @@ struct Warp {
     }
     __device__ __forceinline__ void hold_k()
     {
-        UNROLL for (int step = 0; step < K_KEPT; step++)
+        UNROLL for (int step = 0; step < K_HELD; step++)
             UNROLL for (int m = 0; m < FRAGMENTS; m++) ldmatrix(k_frag[step][m], along<K_BYTES>(k_rows, 2 * step) + keys_k + K_AT + m * 16 * K_BYTES);
     }
 
@@ -371,7 +376,7 @@ struct Warp {
     __device__ __forceinline__ void k_fragments(u32 (&a)[S_FRAGMENTS][4], int step, int first)
     {
         UNROLL for (int m = 0; m < S_FRAGMENTS; m++)
-            if (step < K_KEPT) UNROLL for (int i = 0; i < 4; i++) a[m][i] = k_frag[step < K_KEPT ? step : 0][first + m][i];
+            if (step < K_HELD) UNROLL for (int i = 0; i < 4; i++) a[m][i] = k_frag[step < K_HELD ? step : 0][first + m][i];
             else ldmatrix(a[m], along<K_BYTES>(k_rows, 2 * step) + keys_k + K_AT + (first + m) * 16 * K_BYTES);
     }
 
@@ -416,7 +421,7 @@ struct Warp {
     /* Of some queries, what S of the first S_FRAGMENTS fragments of keys leaves for that of the others: -lse, and Q of the last steps. */
     template <int QUERIES> struct Again {
         float2 minus_lse[QUERIES / 8];
-        u32 q[Q_KEPT ? Q_KEPT : 1][QUERIES / 16][4];
+        u32 q[Q_HELD ? Q_HELD : 1][QUERIES / 16][4];
     };
 
     /* Of PART_NOW queries from `first` of the warp's on, at q_at, and S_FRAGMENTS fragments of keys from first_m on: Sᵀ, P, dS from
@@ -429,7 +434,7 @@ struct Warp {
         /* Sᵀ = K Qᵀ */
         float s[S_FRAGMENTS][PART_NOW / 8][4];
         UNROLL for (int i = 0; i < K_STEPS; i++) {
-            const int step = first_m ? (i + K_STEPS - Q_KEPT) % K_STEPS : i, kept = step - (K_STEPS - Q_KEPT); /* first what is still there */
+            const int step = first_m ? (i + K_STEPS - Q_HELD) % K_STEPS : i, kept = step - (K_STEPS - Q_HELD); /* first what is still there */
             u32 a[S_FRAGMENTS][4];
             k_fragments(a, step, first_m);
             UNROLL for (int n = 0; n < PART_NOW / 16; n++) {
@@ -457,7 +462,7 @@ struct Warp {
             UNROLL for (int e = 0; e < 2; e++) {
                 const int query = first + n * 16 + e * 8; /* this lane has the queries 2 (lane % 4) + 0, 1 from here */
                 float2 &minus_lse = again.minus_lse[2 * n + e];
-                if (first_m == 0) minus_lse = shared_float2(rows + rows_stage + LSE + query * 8);
+                if (first_m == 0 || SCORES) minus_lse = shared_float2(rows + rows_stage + LSE + query * 8);
                 int4 sight = {0, 0, 0, 0};
                 int2 at = {0, 0};
                 if (CUT) sight = *(const int4 *)(record + SIGHT + query * 8);
@@ -494,7 +499,7 @@ struct Warp {
     template <bool CUT>
     __device__ __forceinline__ void queries(u32 stage, u32 rows_stage, u32 number, const char *record, int (&pos)[FRAGMENTS][2])
     {
-        constexpr int NOW = CUT && CUT_CHUNK < AT_ONCE ? CUT_CHUNK : AT_ONCE, PART_NOW = PART < NOW ? PART : NOW; /* queries at once */
+        constexpr int NOW = CUT && CUT_CHUNK < AT_ONCE ? CUT_CHUNK : AT_ONCE, PART_NOW = S_AT_ONCE < NOW ? S_AT_ONCE : NOW; /* queries at once */
         if (ANEW) hold_k();
         UNROLL for (int chunk = 0; chunk < OWN / NOW; chunk++) {
             const u32 q_chunk = stage + own_q + (STAGE_AT + chunk * NOW * K_BYTES);
@@ -708,7 +713,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) backward(const _
         if (V_HALVED) w.keys<Warp::CarryV>(block.v, V_AT, block.dim_v, V_COLUMNS);
         if (!V_STAYS || V_BESIDE_K) w.keys<Warp::CarryK>(block.k, K_AT, block.d);
         copies_commit();
-        if (V_HELD || (K_KEPT && !ANEW)) {
+        if (V_HELD || (K_HELD && !ANEW)) {
             copies_wait<0>();
             __syncthreads();
             w.hold_v(V_COMES_AT);

@@ -202,7 +202,8 @@ class _Gradients:
     dq_part: int = 8  # blocks of 16 columns of dQ at once
     pins: int = 0  # addresses that the compiler may not make before the loop
     pins_alone: int | None = None  # the same where dQ is made elsewhere; None: 372 where a warp has its keys alone, else pins
-    pins_scores: int | None = None  # the same with softcap or ALiBi, and dQ; None: pins
+    pins_scores: tuple[int, int] | None = None  # the same with ALiBi and with softcap; None: pins
+    pins_alone_scores: tuple[int, int] | None = None  # likewise without dQ; None: pins_alone
     bound: int = 0  # blocks that the compiler shall leave room for, where fewer run: it then takes fewer registers
     products: int = 1  # 2: of the warps that have the same keys some make dK, the others dV; where d = dv
     s_fragments: int = 0  # of the keys, whose S is in registers; 0: all of a warp
@@ -220,7 +221,7 @@ class _Gradients:
 # leaves the loop without local memory differs by architecture and nothing else.
 _LARGE = {
     32: _Gradients(64, 128, 4, 1, 2, 32, 16, 0, 2, 2, 3, pins=260),
-    64: _Gradients(64, 128, 4, 1, 2, 32, 16, 0, 4, 2, 2, pins=260, pins_scores=256),
+    64: _Gradients(64, 128, 4, 1, 2, 32, 16, 0, 4, 2, 2, pins=260, pins_scores=(256, 256)),
     96: _Gradients(64, 128, 8, 2, 2, 32, 32, 0, 6, 2, pins=1284),
     128: _Gradients(64, 128, 8, 2, 2, 32, 32, 0, 1, 2),
     192: _Gradients(64, 64, 8, 2, 1, 32, 32, 0, 0, 2, pins=1280),
@@ -240,12 +241,15 @@ _BACKWARD = {
     "90": {
         **_LARGE,
         32: replace(_LARGE[32], pins=388),
-        64: _Gradients(128, 128, 4, 1, 2, 16, 16, 4, 3, 1, 2, anew=1, dq_columns=1, pad=16, positions=1, pins=1280, pins_alone=1825, pins_scores=1280),
+        64: _Gradients(
+            128, 128, 4, 1, 2, 16, 16, 4, 3, 1, 2, anew=1, dq_columns=1, pad=16, positions=1, cut_chunk=16,
+            pins=1280, pins_alone=1825, pins_scores=(1316, 1280), pins_alone_scores=(1825, 1312),
+        ),  # fmt: skip
         96: replace(_LARGE[96], cut_chunk=16, pins=1540, pins_alone=1536),
         128: replace(_LARGE[128], kept_v=0, pins_alone=1024),
         (128, 128): _Gradients(
             128, 128, 8, 4, 4, 32, 32, 0, 0, 1, products=2, s_fragments=2, kept_q=1, dq_columns=2, pad=16, positions=1, cut_chunk=16,
-            pins=256, pins_alone=1290, pins_scores=1312,
+            pins=256, pins_alone=1290, pins_scores=(256, 1312), pins_alone_scores=(1034, 1034),
         ),  # fmt: skip
         192: replace(_LARGE[192], pins=3332),
     },
@@ -309,6 +313,7 @@ def backward(arch: str, dtype: str, d: int, dv: int) -> Kernel:
     alone = shape.pins_alone
     if alone is None:
         alone = 372 if shape.sharers == 1 and dv <= shape.queries else shape.pins
+    scores, alone_scores = shape.pins_scores or (shape.pins,) * 2, shape.pins_alone_scores or (alone,) * 2
     defines = {
         "TYPE": kind, "HEAD_DIM": d, "HEAD_DIM_V": dv, "TILE_Q": shape.queries, "TILE_K": shape.keys,
         "WARPS": shape.warps, "STAGES": shape.stages, "SHARED": shared, "SHARED_LIMIT": SHARED_LIMIT[arch],
@@ -316,7 +321,9 @@ def backward(arch: str, dtype: str, d: int, dv: int) -> Kernel:
         "S_FRAGMENTS": shape.s_fragments or shape.fragments, "CHUNK": shape.chunk, "PART": shape.part,
         "CUT_CHUNK": shape.cut_chunk, "K_KEPT": shape.kept_k, "V_KEPT": kept_v, "Q_KEPT": shape.kept_q, "V_HALVED": shape.halved, "ANEW": shape.anew, "RESIDENT": shape.bound or shape.resident,
         "DQ_ROWS": min(shape.warps // columns, shape.queries // 16), "DQ_COLUMNS": columns, "DQ_PART": shape.dq_part,
-        "PINS": shape.pins, "PINS_ALONE": alone, "PINS_SCORES": shape.pins if shape.pins_scores is None else shape.pins_scores, "PAD": pad, "POSITIONS": shape.positions, "KNOWN": shape.known,
+        "PINS": shape.pins, "PINS_ALONE": alone,
+        "PINS_ALIBI": scores[0], "PINS_SOFTCAP": scores[1], "PINS_ALONE_ALIBI": alone_scores[0], "PINS_ALONE_SOFTCAP": alone_scores[1],
+        "PAD": pad, "POSITIONS": shape.positions, "KNOWN": shape.known,
     }  # fmt: skip
     return Kernel("backward", tile, defines, sum_bytes=4 * d, prepared_bytes=24)
 
