@@ -106,11 +106,68 @@ def test_a_damaged_or_planted_file_is_not_loaded(cache, source, builds, spoil):
     os.replace(path, path.with_suffix(".old"))  # what is loaded must not be written to
     path.write_bytes(path.with_suffix(".old").read_bytes())
     path.chmod(0o600)
-    assert compile._sound(path)
+    assert compile._loaded(path)
     spoil(path)
-    assert not compile._sound(path)
+    assert not compile._loaded(path)
     assert compile.load("answer", source, FLAGS).answer() == 42
-    assert len(builds) == 2 and compile._sound(path) and not path.is_symlink()
+    assert len(builds) == 2 and compile._loaded(path) and not path.is_symlink()
+
+
+@needs_compiler
+def test_what_is_loaded_is_what_was_looked_at(cache, source, tmp_path, monkeypatch):
+    """Whoever may rename in a folder above could put another file there between the look and the load."""
+    compile.load("answer", source, FLAGS)
+    (path,) = cache.glob("*.so")
+    (tmp_path / "evil.c").write_text("int answer(void) { return 13; }\n")
+    subprocess.run([*compile.compiler(), *FLAGS, str(tmp_path / "evil.c"), "-o", str(tmp_path / "evil.so")], check=True)
+    os.replace(path, tmp_path / "good.so")
+    path.write_bytes((tmp_path / "good.so").read_bytes())  # a file that is not loaded yet
+    path.chmod(0o600)
+    real = compile._sound
+    monkeypatch.setattr(compile, "_sound", lambda handle: real(handle) and not os.replace(tmp_path / "evil.so", path))
+    assert compile._loaded(path).answer() == 42
+    assert b"burstmpi" not in path.read_bytes()  # it was replaced
+
+
+@needs_compiler
+def test_a_node_without_a_compiler_takes_what_another_built(cache, source, builds, monkeypatch):
+    compile.load("answer", source, FLAGS)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CC", raising=False)
+    assert compile.load("answer", source, FLAGS).answer() == 42
+    monkeypatch.setattr(compile, "cpu", lambda: ("another",))  # a compiler may have made code for its own CPU only
+    with pytest.raises(compile.BuildError, match="no C compiler"):
+        compile.load("answer", source, FLAGS)
+    assert len(builds) == 1
+
+
+@needs_compiler
+def test_the_cpu_is_in_the_key(cache, source, builds, monkeypatch):
+    compile.load("answer", source, FLAGS)
+    monkeypatch.setattr(compile, "cpuinfo", lambda: {"flags": "sse2"})
+    compile.load("answer", source, FLAGS)
+    assert len(builds) == 2 == len(list(cache.glob("*.so")))
+
+
+@needs_compiler
+@pytest.mark.parametrize("where", ["lock", "folder", "rename"])
+def test_a_cache_that_cannot_be_written_to_means_numpy(cache, monkeypatch, where):
+    """Read-only, full, over quota: whenever it comes."""
+    full = OSError(28, "No space left on device")
+    real = os.open
+
+    def refuse(*a, **k):
+        raise full
+
+    if where == "lock":
+        monkeypatch.setattr(compile.os, "open", lambda path, flags, *a, **k: refuse() if flags & os.O_CREAT else real(path, flags, *a, **k))
+    elif where == "folder":
+        monkeypatch.setattr(compile.tempfile, "TemporaryDirectory", refuse)
+    else:
+        monkeypatch.setattr(compile.os, "replace", refuse)
+    with pytest.warns(RuntimeWarning, match="No space left.*set BURSTMPI_CACHE") as told:
+        assert backends.choose("auto").name == "numpy"
+    assert len(told) == 1
 
 
 def test_a_folder_that_others_may_write_to_is_refused(cache):

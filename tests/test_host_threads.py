@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import threading
 
 import host_kit as kit
@@ -10,6 +14,7 @@ import pytest
 
 from burstmpi.backends import base, host
 from burstmpi.backends.host import ISAS, HostBackend, missing
+from burstmpi.rules import Scores
 
 
 @pytest.fixture(params=list(ISAS))
@@ -69,6 +74,71 @@ def test_what_progress_raises_stops_the_kernel(isa, threads):
         kit.backward(backend, dout[:, :600], q[:, :600], k, v, out, lse, progress=progress, tally=tally)
     assert tally.tiles < backend.tile_count(dims, range(600), range(6000)) / 2
     kit.forward(backend, q[:, :60], k, v)  # and the next call works
+
+
+def test_a_signal_stops_the_kernel(isa):
+    """Ctrl-C comes at any time: mostly while C computes, and its handler then runs when Python is called next."""
+    q, k, v, _ = kit.arrays(np.random.default_rng(2), 1, 6000, 6000, 8, 8, 64, 64, "float32")
+    backend, tally = HostBackend(isa, threads=1), base.Tally()
+
+    def handler(*_):
+        raise Stop("a signal")
+
+    old = signal.signal(signal.SIGALRM, handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(Stop, match="a signal"):
+            kit.forward(backend, q, k, v, tally=tally)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, old)
+    assert tally.tiles < backend.tile_count(base.Dims(1, 8, 8, 64, 64, q.dtype, q.dtype), range(6000), range(6000))
+    kit.forward(backend, q[:, :60], k, v)
+
+
+def test_subnormals_are_others_affair(isa):
+    """They count as zero inside the kernels, not in what progress calls, nor afterwards."""
+    q, k, v, _ = kit.arrays(np.random.default_rng(2), 1, 1500, 1500, 4, 4, 64, 64, "float32")
+    tiny, seen = np.full(4, 5e-324), set()
+    kit.forward(HostBackend(isa, threads=2), q, k, v, progress=lambda: seen.add(bool((tiny * 2 > 0).all())))
+    assert seen == {True} and (tiny * 2 > 0).all()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_forked_process_computes_too(isa):
+    """OpenMP's threads do not follow into it."""
+    program = (
+        "import os, signal, sys\n"
+        f"sys.path.insert(0, {os.path.dirname(kit.__file__)!r})\n"
+        "import host_kit as kit, numpy as np\n"
+        "from burstmpi.backends.host import HostBackend\n"
+        "q, k, v, dout = kit.arrays(np.random.default_rng(2), 1, 300, 300, 4, 4, 32, 32, 'float32')\n"
+        f"backend = HostBackend({isa!r}, threads=2)\n"
+        "def both():\n"
+        "    out, lse = kit.forward(backend, q, k, v)\n"
+        "    return b''.join(x.tobytes() for x in (out, lse, *kit.backward(backend, dout, q, k, v, out, lse)))\n"
+        "before = both()\n"
+        "child = os.fork()\n"
+        "if not child:\n"
+        "    signal.alarm(60)\n"
+        "    os._exit(both() != before)\n"
+        "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0\n"
+        "assert both() == before\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("heads, threads", [(1, 1), (2, 3), (16, 2)])
+def test_scratch_is_enough_for_fewer_rows(isa, heads, threads, backward):
+    """A rank's blocks differ by a row, and their scratch is the largest's."""
+    backend = HostBackend(isa, threads=threads)
+    for dtype, d in (("float32", 64), ("float64", 128), ("bfloat16", 32)):
+        dims = base.Dims(1, heads, heads, d, d, np.dtype(kit.DTYPES[dtype]), np.dtype("float64" if dtype == "float64" else "float32"))
+        sizes = [backend.scratch_bytes(dims, Scores(0.1), rows, 200, backward) for rows in range(1, 1500, 3)]
+        assert sizes == sorted(sizes)
+        sizes = [backend.scratch_bytes(dims, Scores(0.1), 200, rows, backward) for rows in range(1, 1500, 31)]
+        assert sizes == sorted(sizes)
 
 
 def test_number_of_threads(monkeypatch):

@@ -1,12 +1,15 @@
 """Turn C sources into a loaded library: the system's compiler at first use, a private cache afterwards.
 
-    key      = hash(sources, flags, compiler's path, size and time, machine)
     folder   = $BURSTMPI_CACHE, else $XDG_CACHE_HOME/burstmpi, else ~/.cache/burstmpi
-    file     = <name>-<key>.so, owner only (0600), with a digest of its own content behind it
+    file     = <name>-<what>-<who>.so, owner only (0600), with a digest of its own content behind it
+    what     = hash(sources, flags, CPU, libc)
+    who      = hash(compiler's path, arguments, size and time)
 
 A file appears by rename, so nobody ever sees half of one; a lock lets one process of many compile while the others
 wait.  What could have been written or damaged by anybody else is not loaded: the folder and the file must belong to
-this user and be writable by nobody else, and the digest must be right.
+this user and be writable by nobody else, and the digest must be right; what is loaded is the very file that was looked at.
+
+A node without a compiler takes what any compiler has made of the same sources for the same CPU.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import stat
 import subprocess
 import tempfile
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 try:
@@ -93,38 +97,89 @@ def load(name: str, main: Path, flags: list[str]) -> ctypes.CDLL:
     BuildError
         No compiler, no folder, or the compiler's own words.
     """
-    folder, command = cache_folder(), compiler()
-    path = folder / f"{name}-{_key(main, flags, command)}.so"
-    if not _sound(path):
-        with _alone(path):
-            if not _sound(path):  # another process may have built it while this one waited
-                _build(command, flags, main, path)
+    folder, what = cache_folder(), f"{name}-{_what(main, flags)}"
     try:
-        return ctypes.CDLL(str(path))
+        command = compiler()
+    except BuildError:
+        for path in sorted(folder.glob(f"{what}-*.so")):
+            if library := _loaded(path):
+                return library
+        raise
+    path = folder / f"{what}-{_who(command)}.so"
+    if library := _loaded(path):
+        return library
+    try:
+        with _alone(path):
+            if library := _loaded(path):  # another process has built it while this one waited
+                return library
+            _build(command, flags, main, path)
     except OSError as error:
-        raise BuildError(f"{path}: cannot be loaded ({error}); set BURSTMPI_CACHE to a folder that allows it") from None
+        raise BuildError(f"{folder}: cannot be written to ({error}); set BURSTMPI_CACHE to a folder that can") from None
+    if library := _loaded(path):
+        return library
+    raise BuildError(f"{path}: is not what was written there; set BURSTMPI_CACHE to a folder of your own")
 
 
-def _key(main: Path, flags, command) -> str:
-    state = os.stat(command[0])
-    digest = hashlib.sha256()
-    digest.update(repr((flags, command, os.path.realpath(command[0]), state.st_size, state.st_mtime_ns)).encode())
-    digest.update(repr((platform.machine(), platform.libc_ver())).encode())
+def _what(main: Path, flags) -> str:
+    digest = hashlib.sha256(repr((flags, cpu(), platform.libc_ver())).encode())
     for source in sorted([main, *main.parent.glob("*.h"), *main.parent.parent.glob("*.h")]):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
     return digest.hexdigest()[:24]
 
 
-def _sound(path: Path) -> bool:
-    """Whether a cached file is this user's own, whole and unchanged."""
+def _who(command) -> str:
+    state = os.stat(command[0])
+    told = command, os.path.realpath(command[0]), state.st_size, state.st_mtime_ns
+    return hashlib.sha256(repr(told).encode()).hexdigest()[:12]
+
+
+@cache
+def cpuinfo() -> dict:
+    """The first CPU of /proc/cpuinfo; empty where there is no such file."""
+    found = {}
+    try:
+        with open("/proc/cpuinfo") as file:
+            for line in file:
+                if not line.strip():
+                    break
+                name, _, value = line.partition(":")
+                found.setdefault(name.strip(), value.strip())
+    except OSError:
+        pass
+    return found
+
+
+def cpu() -> tuple:
+    """The kind of CPU: a compiler may be told, or tell itself, to make code for no other."""
+    named = ("vendor_id", "cpu family", "model", "flags", "CPU implementer", "CPU part", "Features")
+    found = cpuinfo()
+    return platform.machine(), *(found.get(name) for name in named)
+
+
+def _loaded(path: Path) -> ctypes.CDLL | None:
+    """The library of a cached file that is this user's own, whole and unchanged; None where there is no such file."""
     try:
         handle = os.open(path, os.O_RDONLY | NOFOLLOW)
     except OSError:
+        return None
+    if not _sound(handle):
+        os.close(handle)
+        return None
+    # By its number, and open from now on: by its path it might be another file by now, and a number that comes twice another library.
+    by_number = Path(f"/proc/self/fd/{handle}")
+    try:
+        return ctypes.CDLL(str(by_number if by_number.exists() else path))
+    except OSError as error:
+        os.close(handle)
+        raise BuildError(f"{path}: cannot be loaded ({error}); set BURSTMPI_CACHE to a folder that allows it") from None
+
+
+def _sound(handle: int) -> bool:
+    """Whether an open file is this user's own, whole and unchanged."""
+    state = os.fstat(handle)
+    if not stat.S_ISREG(state.st_mode) or _foreign(state):
         return False
-    with os.fdopen(handle, "rb") as file:
-        state = os.fstat(file.fileno())
-        if not stat.S_ISREG(state.st_mode) or _foreign(state):
-            return False
+    with os.fdopen(handle, "rb", closefd=False) as file:
         content = file.read()
     body, digest, magic = content[:-TRAILER], content[-TRAILER : -len(MAGIC)], content[-len(MAGIC) :]
     return magic == MAGIC and hashlib.sha256(body).digest() == digest

@@ -10,7 +10,7 @@ import ctypes
 import os
 import platform
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -74,30 +74,14 @@ def variant(isa: str, dtype) -> tuple[str, str]:
     return (isa, name) if (isa, name) in FLAGS else (isa, "float32")
 
 
-@cache
-def _cpuinfo() -> dict:
-    """The first CPU of /proc/cpuinfo; empty where there is no such file."""
-    found = {}
-    try:
-        with open("/proc/cpuinfo") as file:
-            for line in file:
-                if not line.strip():
-                    break
-                name, _, value = line.partition(":")
-                found.setdefault(name.strip(), value.strip())
-    except OSError:
-        pass
-    return found
-
-
 def cpu_flags() -> frozenset:
     """Instruction sets that the CPU has and the system saves."""
-    return frozenset(_cpuinfo().get("flags", "").split())
+    return frozenset(compile.cpuinfo().get("flags", "").split())
 
 
 def cpu_vendor() -> str:
     """AuthenticAMD, GenuineIntel, ..."""
-    return _cpuinfo().get("vendor_id", "")
+    return compile.cpuinfo().get("vendor_id", "")
 
 
 @cache
@@ -194,7 +178,7 @@ class _Library:
             library = compile.load(name, _sources() / "attend.c", [*flags, *threads])
         library.burst_abi.restype = ctypes.c_int64
         if library.burst_abi() != ABI * 1000 + ctypes.sizeof(_Block):
-            raise BuildError(f"{library._name}: was built for another version of burstmpi; remove it")
+            raise BuildError(f"{name}: was built for another version of burstmpi; empty the cache folder")
         self.scratch_bytes = library.burst_scratch_bytes
         self.scratch_bytes.restype = ctypes.c_int64
         self.scratch_bytes.argtypes = [ctypes.POINTER(_Block), ctypes.c_int64]
@@ -208,6 +192,25 @@ class _Library:
 
 
 _LIBRARIES: dict[tuple, _Library] = {}
+
+
+class _Team:
+    """Threads that a call may have: OpenMP's do not follow a process into its child, which would wait for them for ever."""
+
+    started = lost = False
+
+    @classmethod
+    def of(cls, threads: int) -> int:
+        cls.started |= threads > 1
+        return 1 if cls.lost else threads
+
+    @classmethod
+    def forked(cls) -> None:
+        cls.lost |= cls.started
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_Team.forked)
 
 
 def _library(which, extra=()) -> _Library:
@@ -297,7 +300,7 @@ class HostBackend(NumpyBackend):
     def delta(self, dout, out, delta) -> None:
         """delta_i = Σ_c dout_ic out_ic."""
         batch, rows, heads, width = dout.shape
-        block = _Block(batch=batch, rows_q=rows, heads=heads, dim_v=width, type=TYPES[dout.dtype.name], threads=self.threads)
+        block = _Block(batch=batch, rows_q=rows, heads=heads, dim_v=width, type=TYPES[dout.dtype.name], threads=_Team.of(self.threads))
         block.dout, block.final, block.delta = _array(dout), _array(out), _vector(delta)
         self._of(dout.dtype)[0].delta(block)
 
@@ -334,7 +337,7 @@ class HostBackend(NumpyBackend):
 
     def _block(self, q, k, v, lse, work: Work) -> _Block:
         sight, scores = work.sight, work.scores
-        block = _Block(threads=self.threads, rows_q=q.shape[1], rows_k=k.shape[1], scale=scores.scale)
+        block = _Block(threads=_Team.of(self.threads), rows_q=q.shape[1], rows_k=k.shape[1], scale=scores.scale)
         _sizes(block, Dims(q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.dtype, lse.dtype))
         block.q, block.k, block.v, block.lse = _array(q), _array(k), _array(v), _vector(lse)
         keep = block.keep = []  # arrays must outlive the call
@@ -350,17 +353,26 @@ class HostBackend(NumpyBackend):
         return block
 
     def _run(self, verb: str, block: _Block, dtype, work: Work) -> None:
-        """Call a kernel; what ``progress`` raises stops it and is raised here."""
+        """Call a kernel; what ``progress`` raises, or a signal's handler meanwhile, stops it and is raised here."""
         raised = []
 
-        def progress():
-            try:
-                return CALM if work.progress() else GO_ON
-            except BaseException as error:  # KeyboardInterrupt as well: C code cannot be unwound
-                raised.append(error)
-                return STOP
+        def words():
+            """What to tell the kernel, each time it asks.  All of it is inside ``try``, so that a signal between two words is, too."""
+            word = GO_ON
+            while True:
+                try:
+                    yield word
+                    if not raised:
+                        word = CALM if work.progress() else GO_ON
+                except GeneratorExit:
+                    return
+                except BaseException as error:  # KeyboardInterrupt as well: C code cannot be unwound
+                    raised.append(error)
+                    word = STOP
 
-        block.progress = _CALLBACK(progress)
+        told = words()
+        next(told)
+        block.progress = _CALLBACK(partial(next, told))
         quiet = work.progress is Work.__dataclass_fields__["progress"].default
         block.interval_ns = IDLE if quiet else PROGRESS
         first, *others = self._of(dtype)

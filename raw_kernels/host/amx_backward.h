@@ -39,7 +39,7 @@ INLINE void take_backward(arena *a, backward_room *w, const call *c)
     w->dk = TAKE(a, float, keys * w->depth);
     w->dv = TAKE(a, float, keys * w->width);
     w->rows = TAKE(a, float, NR * w->ld * (PIECES > 2 ? 2 : 1));
-    for (int64_t i = 0; i < c->group_panels; i++) {
+    for (int64_t i = 0; i < c->most_panels; i++) {
         gradient_panel *p = &w->panels[i];
         take_gradient(a, p, b->d);
         p->query = TAKE(a, uint32_t, PIECES * (w->depth / 2 * NR));

@@ -30,7 +30,7 @@ INLINE void take_forward(arena *a, forward_room *w, const call *c)
     w->plane = keys / 2 * NR;
     w->p = TAKE(a, uint32_t, PIECES * w->plane);
     w->rows = TAKE(a, float, NR * w->ld * (PIECES > 2 ? 2 : 1));
-    for (int64_t i = 0; i < c->group_panels; i++) {
+    for (int64_t i = 0; i < c->most_panels; i++) {
         panel *p = &w->panels[i];
         take_state(a, p, b->dim_v);
         p->query = TAKE(a, uint32_t, PIECES * (ROUND_UP(b->d, STEP) / 2 * NR));
@@ -222,7 +222,7 @@ static void forward_worker(call *c, int thread, arena scratch)
         const task k = task_of(c, t);
         const int64_t batch = k.batch, head = k.head, first = k.first, n = k.n;
         for (int64_t i = 0; i < n; i++) open_panel(&w.panels[i], &w, c, batch, head, first + i);
-        for (int64_t index = k.start; index < k.end; index++) {
+        for (int64_t index = k.start; index < k.end && !stopped(c); index++) {
             if (!sees_tile(c, k.all, index)) continue;
             load_bf16_tile(&w.tile, c, batch, head / share, index, 0);
             for (int64_t i = 0; i < n; i++) {

@@ -36,16 +36,14 @@ static int64_t backward_bytes(call *c, burst_block *b, arena *shared)
     return mine.used;
 }
 
-static int64_t threads_of(const call *c) { return MAX(1, MIN(c->b->threads, c->tasks)); }
-
-/* Scratch that a block of these sizes needs, all threads together. */
+/* Scratch for a block of these sizes or smaller ones, all threads together. */
 int64_t burst_scratch_bytes(burst_block *b, int64_t backward)
 {
     call c;
     arena shared = {NULL, 0};
     if (!b->batch || !b->rows_q || !b->rows_k) return 0;
     const int64_t each = backward ? backward_bytes(&c, b, &shared) : forward_bytes(&c, b, &shared);
-    return shared.used + threads_of(&c) * each;
+    return shared.used + MAX(1, MIN(b->threads, b->batch * b->heads * c.panels)) * each;
 }
 
 /* 0: done; 1: progress asked to stop; 2: too little scratch */

@@ -39,7 +39,7 @@ INLINE void take_backward(arena *a, backward_room *w, const call *c)
     w->dk = TAKE(a, REAL, strips_size(keys, b->d));
     w->dv = TAKE(a, REAL, strips_size(keys, b->dim_v));
     w->rows = TAKE(a, REAL, NR * w->ld);
-    for (int64_t i = 0; i < c->group_panels; i++) {
+    for (int64_t i = 0; i < c->most_panels; i++) {
         gradient_panel *p = &w->panels[i];
         take_gradient(a, p, b->d);
         p->query = TAKE(a, REAL, b->d * NR);

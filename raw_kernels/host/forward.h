@@ -31,7 +31,7 @@ INLINE void take_forward(arena *a, forward_room *w, const call *c)
     take_tile(a, &w->next, c);
     w->p = TAKE(a, REAL, ROUND_UP(c->tile_keys, KR) * NR);
     w->rows = TAKE(a, REAL, NR * w->ld);
-    for (int64_t i = 0; i < c->group_panels; i++) {
+    for (int64_t i = 0; i < c->most_panels; i++) {
         panel *p = &w->panels[i];
         take_state(a, p, b->dim_v);
         p->query = TAKE(a, REAL, b->d * NR);

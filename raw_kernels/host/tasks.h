@@ -74,6 +74,7 @@ typedef struct {
     int64_t tile_keys;
     int from_last;                /* tiles are numbered from the last keys on: see plan_call */
     int64_t panels, group_panels, groups, tiles, tasks;
+    int64_t most_panels;          /* of a group, in a block with as many rows or fewer: what scratch has room for */
     int32_t *tile_min, *tile_max; /* [tiles] extremes of the keys' positions */
     atomic_int *turn;             /* [batch * kv_heads * tiles] backward: how many groups have added to dK, dV */
     extent *groups_see;           /* [groups] backward */
@@ -81,6 +82,7 @@ typedef struct {
     atomic_int stop, working;
     atomic_long computed;
     int64_t heard, pause;         /* when progress was called last, and how long it may wait now, ns */
+    unsigned modes;               /* of floating point, as the caller has them */
 } call;
 
 /* What the panels of a group may fill of L2.  More where it has 2 MB, as CPUs with AMX do: 1.07 forward by pieces at d 128.  In double a
@@ -99,17 +101,17 @@ INLINE int64_t room_of(int backward)
 #endif
 }
 
-/* Fewer panels a group where there would be few tasks, or where panels are large.  Forward gives the same bits with
- * any grouping, so it may look at the number of threads; backward must not. */
-INLINE int64_t group_panels_of(const burst_block *b, int backward)
+/* Panels of a group at most: fewer where there would be few tasks, or where panels are large.  Forward gives the same bits with
+ * any grouping, so it may look at the number of threads; backward must not.  More rows never give fewer. */
+enum { ENOUGH = 16 };
+INLINE int64_t most_panels_of(const burst_block *b, int backward)
 {
-    const int64_t panels = ROUND_UP(b->rows_q, NR) / NR, enough = backward ? 16 : 4 * b->threads;
+    const int64_t panels = ROUND_UP(b->rows_q, NR) / NR, enough = backward ? ENOUGH : 4 * b->threads;
     const int64_t room = room_of(backward), element = sizeof(REAL) + 2 * BURST_SPLIT;
     const int64_t panel_bytes = (b->d + b->dim_v) * NR * element * (1 + backward);
     int64_t n = MIN(BURST_PANELS, MAX(1, room / panel_bytes));
     while (n > 1 && b->batch * b->heads * (ROUND_UP(panels, n) / n) < enough) n /= 2;
-    const int64_t groups = ROUND_UP(panels, n) / n;
-    return ROUND_UP(panels, groups) / groups; /* as even as can be: a small group packs its tiles for few */
+    return MIN(n, panels);
 }
 
 INLINE void plan_call(call *c, burst_block *b, int64_t tile_keys, int backward, arena *a)
@@ -117,7 +119,9 @@ INLINE void plan_call(call *c, burst_block *b, int64_t tile_keys, int backward, 
     c->b = b;
     c->tile_keys = tile_keys;
     c->panels = ROUND_UP(b->rows_q, NR) / NR;
-    c->group_panels = group_panels_of(b, backward);
+    c->most_panels = most_panels_of(b, backward);
+    const int64_t least = ROUND_UP(c->panels, c->most_panels) / c->most_panels;
+    c->group_panels = ROUND_UP(c->panels, least) / least; /* as even as can be: a small group packs its tiles for few */
     c->groups = ROUND_UP(c->panels, c->group_panels) / c->group_panels;
     c->tiles = ROUND_UP(b->rows_k, tile_keys) / tile_keys;
     /* ALiBi makes near keys weigh most, and causal rows end with them: m is then that of the largest, and no tile is done twice. */
@@ -127,7 +131,7 @@ INLINE void plan_call(call *c, burst_block *b, int64_t tile_keys, int backward, 
     c->tile_max = TAKE(a, int32_t, c->tiles);
     if (backward) {
         c->turn = TAKE(a, atomic_int, b->batch * b->kv_heads * c->tiles);
-        c->groups_see = TAKE(a, extent, c->groups);
+        c->groups_see = TAKE(a, extent, MAX(least, 3 * ENOUGH)); /* no more than that where groups were halved, once from 3 to 1 */
     }
 }
 
@@ -231,47 +235,47 @@ INLINE int64_t now_ns(void)
     return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
+/* Subnormals are taken as 0: they are below what float32 sums keep, and cost hundreds of cycles each. */
+#if defined(__x86_64__)
+#define FLUSH 0x8040u
+INLINE unsigned get_modes(void) { return _mm_getcsr(); }
+INLINE unsigned set_modes(unsigned modes)
+{
+    const unsigned old = _mm_getcsr();
+    _mm_setcsr(modes);
+    return old;
+}
+#else
+#define FLUSH 0u
+INLINE unsigned get_modes(void) { return 0; }
+INLINE unsigned set_modes(unsigned modes) { return modes; }
+#endif
+
 /* Between tiles.  Thread 0 is the thread that called: it alone gives MPI its progress.  A call that took less than this
  * moved no message; then the next ones come up to four times as seldom, until one does, and up to 16 times when
  * nothing is under way any more. */
 #define MOVED_NS 20000
+
+INLINE int stopped(call *c) { return atomic_load_explicit(&c->stop, memory_order_relaxed); }
 
 INLINE int carry_on(call *c, int thread)
 {
     if (thread == 0 && c->b->progress) {
         const int64_t now = now_ns();
         if (now - c->heard >= c->pause) {
+            const unsigned modes = set_modes(c->modes); /* other people's code */
             const int told = c->b->progress();
+            set_modes(modes);
             if (told == BURST_STOP) atomic_store(&c->stop, 1);
             c->heard = now_ns();
             const int moved = c->heard - now > MOVED_NS, most = told == BURST_CALM ? 16 : 4;
             c->pause = moved ? c->b->interval_ns : MIN(2 * c->pause, most * c->b->interval_ns);
         }
     }
-    return !atomic_load_explicit(&c->stop, memory_order_relaxed);
+    return !stopped(c);
 }
 
 /* ---------------------------------------------------------------- threads */
-
-/* Subnormals are taken as 0: they are below what float32 sums keep, and cost hundreds of cycles each. */
-INLINE unsigned flush_subnormals(void)
-{
-#if defined(__x86_64__)
-    const unsigned old = _mm_getcsr();
-    _mm_setcsr(old | 0x8040);
-    return old;
-#else
-    return 0;
-#endif
-}
-INLINE void restore_subnormals(unsigned old)
-{
-#if defined(__x86_64__)
-    _mm_setcsr(old);
-#else
-    (void)old;
-#endif
-}
 
 typedef void worker(call *c, int thread, arena scratch);
 
@@ -286,9 +290,9 @@ typedef struct {
 static void *take_part(void *of)
 {
     const member *m = of;
-    const unsigned old = flush_subnormals();
+    const unsigned modes = set_modes(get_modes() | FLUSH);
     m->work(m->c, m->thread, (arena){m->scratch, 0});
-    restore_subnormals(old);
+    set_modes(modes);
     atomic_fetch_sub(&m->c->working, 1);
     while (m->thread == 0 && atomic_load(&m->c->working) > 0) {
         carry_on(m->c, 0);
@@ -302,6 +306,7 @@ static void run(call *c, worker *work, arena shared, int64_t bytes_per_thread)
 {
     const int threads = (int)MAX(1, MIN(c->b->threads, c->tasks));
     char *scratch = shared.base + shared.used;
+    c->modes = get_modes();
     start_call(c, threads);
 #if defined(_OPENMP)
 #pragma omp parallel num_threads(threads)
