@@ -303,10 +303,7 @@ MORE_CLEAN = [
 # What is left in the loop that masks.
 LEFT = {("90", 192, 1): 1, ("120", 32, 1): 1, ("100", 96, 1): 1, ("90", 128, 0): 1}
 # The same with softcap or ALiBi, in the loop of full tiles.
-SCORED = [("backward", arch, d, 1, which) for arch, d in (("80", 64), ("80", 128), ("90", 128)) for which in ("BURST_ALIBI", "BURST_SOFTCAP")]
-SCORED += [("backward", "90", 64, 1, "BURST_SOFTCAP")]
-SCORED += [("backward", "80", d, 0, which) for d in (64, 128) for which in ("BURST_ALIBI", "BURST_SOFTCAP")]
-SCORED += [("backward", "90", 64, 0, "BURST_ALIBI")]
+SCORED = [("backward", arch, d, dq, which) for arch in ("80", "90") for d in (64, 128) for dq in (1, 0) for which in ("BURST_ALIBI", "BURST_SOFTCAP")]
 SCORED += [("backward_queries", arch, d, 1, which) for arch in ("80", "90") for d in (64, 128) for which in ("BURST_ALIBI", "BURST_SOFTCAP")]
 
 
