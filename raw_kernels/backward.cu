@@ -82,6 +82,7 @@ static_assert(!V_STAYS || TILE_K * V_BYTES <= SHARED_BYTES, "V does not fit");
 static_assert(TILE_K == KEY_GROUPS * FRAGMENTS * 16 && SHARERS % PRODUCTS == 0 && COLUMN_SHARERS <= 2, "keys of a warp");
 static_assert(PRODUCTS == 1 || (PAD && STAGES == 1 && POSITIONS && K_BYTES == V_BYTES && S_BYTES == K_BYTES), "warps of one product");
 static_assert(!V_HALVED || (2 * V_KEPT == V_STEPS && V_HELD && V_BESIDE_K), "halves of V");
+static_assert(K_KEPT <= K_STEPS && V_KEPT <= V_STEPS && Q_KEPT <= K_STEPS, "no more steps are kept than there are");
 static_assert(FRAGMENTS % S_FRAGMENTS == 0 && (Q_KEPT == 0 || S_FRAGMENTS < FRAGMENTS), "fragments of S");
 static_assert(OWN % AT_ONCE == 0 && AT_ONCE % S_AT_ONCE == 0 && PART % 16 == 0 && CUT_CHUNK % 16 == 0, "queries of a warp");
 static_assert(!(PINNED & 4096) || !PAD, "addresses of dQ");

@@ -300,7 +300,7 @@ def backward(arch: str, dtype: str, d: int, dv: int) -> Kernel:
     """
     kind, d, dv = _half(arch, dtype), padded(d), padded(dv)
     shape = _BACKWARD[arch].get((d, dv)) or _BACKWARD[arch][max(d, dv)]
-    kept_v = min(shape.kept_v, dv // 16)
+    kept_k, kept_v, kept_q = min(shape.kept_k, d // 16), min(shape.kept_v, dv // 16), min(shape.kept_q, d // 16)
     stays, pad = kept_v == dv // 16, shape.pad
     columns = shape.dq_columns or next(c for c in (4, 2) if c < shape.warps and d // 16 % c == 0 and (d % 64 == 0 or c == 2))
     shared = (
@@ -319,7 +319,8 @@ def backward(arch: str, dtype: str, d: int, dv: int) -> Kernel:
         "WARPS": shape.warps, "STAGES": shape.stages, "SHARED": shared, "SHARED_LIMIT": SHARED_LIMIT[arch],
         "SHARERS": shape.sharers, "PRODUCTS": shape.products, "FRAGMENTS": shape.fragments,
         "S_FRAGMENTS": shape.s_fragments or shape.fragments, "CHUNK": shape.chunk, "PART": shape.part,
-        "CUT_CHUNK": shape.cut_chunk, "K_KEPT": shape.kept_k, "V_KEPT": kept_v, "Q_KEPT": shape.kept_q, "V_HALVED": shape.halved, "ANEW": shape.anew, "RESIDENT": shape.bound or shape.resident,
+        "CUT_CHUNK": shape.cut_chunk, "K_KEPT": kept_k, "V_KEPT": kept_v, "Q_KEPT": kept_q,
+        "V_HALVED": shape.halved, "ANEW": shape.anew, "RESIDENT": shape.bound or shape.resident,
         "DQ_ROWS": min(shape.warps // columns, shape.queries // 16), "DQ_COLUMNS": columns, "DQ_PART": shape.dq_part,
         "PINS": shape.pins, "PINS_ALONE": alone,
         "PINS_ALIBI": scores[0], "PINS_SOFTCAP": scores[1], "PINS_ALONE_ALIBI": alone_scores[0], "PINS_ALONE_SOFTCAP": alone_scores[1],
