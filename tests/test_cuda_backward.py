@@ -298,40 +298,41 @@ def test_instructions_beside_the_tensor_cores(d, limit):
     assert seen["90"] <= seen["80"]
 
 
-# (direction, architecture, head dim, WITH_DQ) of which nothing lies in local memory, but for what is LEFT.
+# (direction, architecture, head dim or both of them, WITH_DQ) of which nothing lies in local memory, but for what is LEFT.
 CLEAN = [("backward", "80", 96, 1), ("backward", "86", 64, 1), ("backward", "120", 128, 1), ("backward", "80", 128, 0)]
-CLEAN += [("backward", "75", 64, 1), ("backward", "75", 256, 1), ("backward", "90", 192, 1), ("backward", "90", 96, 0), ("backward_queries", "75", 64, 1)]
-CLEAN += [("backward_queries", arch, d, 1) for arch in ("80", "90") for d in (64, 128)]
+CLEAN += [("backward", "75", 64, 1), ("backward", "75", 256, 1), ("backward", "90", 192, 1), ("backward", "90", (192, 128), 1), ("backward", "90", 96, 0)]
+CLEAN += [("backward_queries", "75", 64, 1), *(("backward_queries", arch, d, 1) for arch in ("80", "90") for d in (64, 128))]
 MORE_CLEAN = [
     (direction, arch, d, with_dq, dtype)
     for direction, with_dq in (("backward", 1), ("backward", 0), ("backward_queries", 1))
     for arch in tiles.ARCHITECTURES
-    for d in tiles.HEAD_DIMS
+    for d in (*tiles.HEAD_DIMS, (192, 128))
     for dtype in ("float16", "bfloat16")
     if (arch, dtype) != ("75", "bfloat16")
 ]
 # What is left in the loop that masks.
 LEFT = {("90", 192, 1): 1, ("120", 32, 1): 1, ("100", 96, 1): 1, ("90", 128, 0): 1}
+joined = lambda x: "_".join(map(str, x)) if isinstance(x, tuple) else None  # noqa: E731
 # The same with softcap or ALiBi, in the loop of full tiles.
 SCORED = [("backward", arch, d, dq, which) for arch in ("80", "90") for d in (64, 128) for dq in (1, 0) for which in ("BURST_ALIBI", "BURST_SOFTCAP")]
 SCORED += [("backward_queries", arch, d, 1, which) for arch in ("80", "90") for d in (64, 128) for which in ("BURST_ALIBI", "BURST_SOFTCAP")]
 
 
 @needs_nvdisasm
-@pytest.mark.parametrize("direction, arch, d, with_dq", CLEAN)
+@pytest.mark.parametrize("direction, arch, d, with_dq", CLEAN, ids=joined)
 def test_nothing_in_local_memory(direction, arch, d, with_dq):
     clean(direction, arch, d, with_dq, "float16" if arch == "75" else "bfloat16")
 
 
 @needs_nvdisasm
 @pytest.mark.slow
-@pytest.mark.parametrize("direction, arch, d, with_dq, dtype", MORE_CLEAN)
+@pytest.mark.parametrize("direction, arch, d, with_dq, dtype", MORE_CLEAN, ids=joined)
 def test_nothing_in_local_memory_anywhere(direction, arch, d, with_dq, dtype):
     clean(direction, arch, d, with_dq, dtype)
 
 
 def clean(direction, arch, d, with_dq, dtype):
-    _, full, cut = paths(direction, arch, dtype, d, d, WITH_DQ=with_dq)
+    _, full, cut = paths(direction, arch, dtype, *(d if isinstance(d, tuple) else (d, d)), WITH_DQ=with_dq)
     assert full.local == 0 and cut.local <= (LEFT.get((arch, d, with_dq), 0) if direction == "backward" else 0)
 
 

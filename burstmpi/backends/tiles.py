@@ -237,7 +237,7 @@ _SMALL = {
     256: _Gradients(32, 64, 8, 2, 1, 16, 16, 0, 16, 1, dq_part=2, pins=384),
 }
 _BACKWARD = {
-    "80": _LARGE,
+    "80": {**_LARGE, (192, 128): replace(_LARGE[192], pins=0, pins_alone=1280)},
     "90": {
         **_LARGE,
         32: replace(_LARGE[32], pins=388),
@@ -252,6 +252,7 @@ _BACKWARD = {
             pins=256, pins_alone=1290, pins_scores=(256, 1312), pins_alone_scores=(1034, 1034),
         ),  # fmt: skip
         192: replace(_LARGE[192], pins=3332),
+        (192, 128): replace(_LARGE[192], pins=1409, pins_alone=3332),
     },
     "100": {
         **_LARGE,
