@@ -212,13 +212,13 @@ class _Gradients:
     positions: int = 0  # 1: those of the keys in shared memory, not in registers
     cut_chunk: int = 64  # at most so many queries at once where it masks
     pad: int = 0  # bytes at the end of each row of shared memory: 0 or 16
-    anew: int = 0  # 1: kept steps are read from shared memory for each tile of queries, so that dQ has their registers
+    anew: int = 0  # 1: kept steps of K are read from shared memory for each tile of queries, so that dQ has their registers
     halved: int = 0  # 1: half of V is kept, the other half stands in shared memory; else, where not all is kept, all of V
     known: int = 1  # 0: seldom used numbers stay in registers, as 32 bytes of shared memory would cost a block of threads
 
 
 # By the pair of head dims, or else by the larger of them.  docs/kernels.md tells why.  Pins are found by trying: which of them
-# leaves the loop without local memory differs by architecture and nothing else.
+# leave the loop without local memory differs by architecture, head dims, scores, and whether there is dQ.
 _LARGE = {
     32: _Gradients(64, 128, 4, 1, 2, 32, 16, 0, 2, 2, 3, pins=260),
     64: _Gradients(64, 128, 4, 1, 2, 32, 16, 0, 4, 2, 2, pins=260, pins_scores=(256, 256)),
