@@ -3,11 +3,13 @@
     python benchmarks/kernels.py                         # all that docs/kernels.md tells; 40 minutes of one core
     python benchmarks/kernels.py --arch 80 --dim 64 128  # some of it
     python benchmarks/kernels.py --no-counts             # without runs on the PTX machine
-    python benchmarks/kernels.py --machine               # only these: bank conflicts, sectors, bytes, errors
+    python benchmarks/kernels.py --scores alibi softcap  # backward of the half types with these, and nothing else
+    python benchmarks/kernels.py --without-dq            # backward that leaves dQ to backward_queries, and nothing else
+    python benchmarks/kernels.py --machine               # only runs on it: bank conflicts, sectors, bytes, errors
     python benchmarks/kernels.py --gpu                   # times on the GPU at hand, beside its peak, PyTorch and flash_attn
 
 float16 and bfloat16: x, other instructions per HMMA on the hot path of the loop of full tiles (sass.py), and of the loop that masks, and
-what the latter is of the former; "forward-sorted" is the variant for keys that are out of order, its ratio that to the plain one's full tiles;
+what the latter is of the former; LDL/STL on the hot paths of both; "forward-sorted" is the variant for keys that are out of order, its ratio that to the plain one's full tiles;
 "fill" are instructions of that loop that do nothing (NOP, or a predicate that is never true), which x counts but for NOPs;
 cycles of a trip for a warp and its quarter of a multiprocessor, by what it uses:
 
@@ -25,7 +27,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
@@ -81,8 +83,9 @@ def gradient_loops(kernel, arch, products) -> dict[str, Loop]:
 
 
 def backward_loops(kernel, arch) -> dict[str, Loop]:
-    """Five products: S, dP, dV, dK, dQ."""
-    return gradient_loops(kernel, arch, 3 * kernel.defines["HEAD_DIM"] + 2 * kernel.defines["HEAD_DIM_V"])
+    """Five products: S, dP, dV, dK, dQ; the last one not with WITH_DQ=0."""
+    told = kernel.defines
+    return gradient_loops(kernel, arch, (2 + told.get("WITH_DQ", 1)) * told["HEAD_DIM"] + 2 * told["HEAD_DIM_V"])
 
 
 def backward_queries_loops(kernel, arch) -> dict[str, Loop]:
@@ -109,7 +112,7 @@ def figures(direction: str, arch: str, dtype: str, d: int, dv: int | None = None
     kernel = tiles.kernel(direction, arch, dtype, d, dv or d)
     cubin = sass.compiled(kernel, arch, **defines)
     listing = cubin.kernel(direction)
-    loops = LOOPS[direction](kernel, arch)
+    loops = LOOPS[direction](replace(kernel, defines={**kernel.defines, **defines}), arch)
     found = {name: listing.hot_path(loop.hmma, least=loop.least) for name, loop in loops.items()}
     blocks = occupancy(arch, listing.registers, kernel.tile.shared, kernel.tile.warps)
     return Figures(listing, found["full"], found.get("cut"), cubin.seconds, blocks)
@@ -136,26 +139,37 @@ def bound(model: dict[str, float]) -> str:
     return max(model, key=model.get)
 
 
-def table(archs, dims, dtypes, directions) -> None:
+SCORES = {"plain": {}, "alibi": {"BURST_ALIBI": 1}, "softcap": {"BURST_SOFTCAP": 1}}
+
+
+def rows_of(direction, scores, without_dq):
+    """Names and -D of the rows of a direction; forward, which has other loops with other scores, has plain ones alone."""
+    if direction == "forward":
+        return {"forward": {}, "forward-sorted": {"SORTED": 1}}
+    if without_dq and direction != "backward":
+        return {}
+    name, more = (f"{direction}-no-dq", {"WITH_DQ": 0}) if without_dq else (direction, {})
+    return {name + (f"-{which}" if SCORES[which] else ""): {**SCORES[which], **more} for which in scores}
+
+
+def table(archs, dims, dtypes, directions, scores=("plain",), without_dq=False) -> None:
     head = ("kernel", "sm", "type", "d", "x", "x cut", "ratio", "LDL/STL", "regs", "stack", "blocks", "NOP", "fill", "s")
-    print("%-16s %4s %-9s %7s %6s %6s %6s %8s %5s %6s %7s %4s %4s %5s  cycles of a trip" % head)
+    print("%-24s %4s %-9s %7s %6s %6s %6s %8s %5s %6s %7s %4s %4s %5s  cycles of a trip" % head)
     for direction in directions:
         for arch in archs:
             for d, dv in dims:
                 for dtype in dtypes:
                     if arch == "75" and dtype == "bfloat16":
                         continue
-                    plain = figures(direction, arch, dtype, d, dv)
-                    found = {direction: plain}
-                    if direction == "forward":
-                        found["forward-sorted"] = figures(direction, arch, dtype, d, dv, SORTED=1)
+                    found = {name: figures(direction, arch, dtype, d, dv, **more) for name, more in rows_of(direction, scores, without_dq).items()}
                     for name, f in found.items():
                         model = modelled(arch, f.full)
-                        cut = f.cut.x if f.cut else float("nan")
-                        row = (name, arch, dtype, d if d == dv else f"{d}/{dv}", f.full.x_without_nops, cut, cut / plain.full.x, f.full.local,
+                        cut, left = (f.cut.x, f.cut.local) if f.cut else (float("nan"), "-")
+                        beside = found["forward"] if direction == "forward" else f
+                        row = (name, arch, dtype, d if d == dv else f"{d}/{dv}", f.full.x_without_nops, cut, cut / beside.full.x, f"{f.full.local}, {left}",
                                f.listing.registers, f.listing.stack, f.occupancy, f.full.nops, f.full.fillers, f.seconds)  # fmt: skip
                         text = ", ".join(f"{name} {value:.0f}" for name, value in model.items()) + f" ({all_shared(f.full):.0f})"
-                        print("%-16s %4s %-9s %7s %6.3f %6.3f %6.2f %8d %5d %6d %7d %4d %4d %5.1f  %s: %s" % (*row, text, bound(model)), flush=True)
+                        print("%-24s %4s %-9s %7s %6.3f %6.3f %6.2f %8s %5d %6d %7d %4d %4d %5.1f  %s: %s" % (*row, text, bound(model)), flush=True)
 
 
 def beside_flash(archs, directions) -> None:
@@ -250,6 +264,8 @@ def main():
     parser.add_argument("--dim", nargs="+", default=["32", "64", "96", "128", "192/128", "192", "256"])
     parser.add_argument("--dtype", nargs="+", default=["bfloat16", "float16", "float32", "float64"])
     parser.add_argument("--direction", nargs="+", default=list(LOOPS))
+    parser.add_argument("--scores", nargs="+", choices=list(SCORES), help="only backward of float16 and bfloat16 with these")
+    parser.add_argument("--without-dq", action="store_true", help="only backward of float16 and bfloat16 that makes no dQ")
     only = parser.add_mutually_exclusive_group()
     only.add_argument("--no-counts", action="store_true", help="do not run kernels on the PTX machine")
     only.add_argument("--machine", action="store_true", help="only run kernels on the PTX machine")
@@ -264,6 +280,9 @@ def main():
     if not args.machine:
         if sass.nvdisasm() is None:
             sys.exit("nvdisasm: not found; pip install nvidia-cuda-nvdisasm")
+        if args.scores or args.without_dq:
+            table(args.arch, dims, halves, [x for x in args.direction if x != "forward"], args.scores or ["plain"], args.without_dq)
+            return
         if halves:
             table(args.arch, dims, halves, args.direction)
         if "bfloat16" in halves:

@@ -7,13 +7,17 @@
  * A block of threads owns TILE_K keys of one (batch, kv head) and walks over the visible tiles of TILE_Q queries, of all
  * query heads of the group.  Everything is computed transposed, keys as the rows of a product: Sᵀ = K Qᵀ and
  * dPᵀ = V dOᵀ come out of the tensor cores as C fragments, and these are, packed, the A fragments of dV += Pᵀ dO and
- * dK += dSᵀ Q.  So P never leaves the registers; only dS passes through shared memory, for dQ.
+ * dK += dSᵀ Q.  So where a warp has its keys alone P never leaves the registers, and dS passes through shared memory for dQ
+ * only; where warps share keys (SHARERS > 1) both pass through it, from one of them to the others.
  *
  *   registers        dK, dV of the warp's keys, float32; V (V_KEPT steps of 16 columns) and K (K_KEPT)
+ *                    ANEW: K is read anew for each tile of queries, so that dQ has its registers in between
+ *                    V_HALVED: the first half of V, and the other half stands in shared memory
+ *                    Q_KEPT: steps of Q, from S of the first S_FRAGMENTS fragments of keys to that of the others
  *   shared memory    K | V | STAGES × (Q, dO) | STAGES × (-delta, -lse, at) | dS [TILE_K][TILE_Q]
  *                    | P where SHARERS > 1 | Known: where Q and dO of this batch begin; PAD: where the records begin
  *                    | POSITIONS: those of the keys | Q_LATER: each warp's Walk
- *   global memory    block.work: dQ sums in the order of fragments | a record a tile of queries (see Record)
+ *   global memory    block.work: dQ sums in the order of fragments | a record a tile of queries (see RECORD)
  *
  *   for each visible tile of queries (those that are cut first, then the full ones, whose loop has no mask code):
  *       wait for Q, dO; barrier; ask for the next tile
@@ -62,7 +66,7 @@ constexpr int PINNED = WITH_DQ ? (BURST_ALIBI ? PINS_ALIBI : BURST_SOFTCAP ? PIN
 constexpr bool THROUGH = PINNED & 1024;                                        /* heads counted through all batches */
 constexpr bool V_STAYS = V_HELD == V_STEPS;                                     /* all of V in registers */
 constexpr bool Q_LATER = PRODUCTS == 2;                                         /* Q is waited for after the first dP */
-constexpr bool PAIRS = PAD;
+constexpr bool PAIRS = PAD;                                                    /* -delta of two queries is read as 8 bytes and moved, not as 16 */
 constexpr bool MIDDLE_BARRIER = WITH_DQ || SHARERS > 1 || STAGES == 1;
 
 /* Shared memory. */
@@ -82,6 +86,7 @@ static_assert(!V_STAYS || TILE_K * V_BYTES <= SHARED_BYTES, "V does not fit");
 static_assert(TILE_K == KEY_GROUPS * FRAGMENTS * 16 && SHARERS % PRODUCTS == 0 && COLUMN_SHARERS <= 2, "keys of a warp");
 static_assert(PRODUCTS == 1 || (PAD && STAGES == 1 && POSITIONS && K_BYTES == V_BYTES && S_BYTES == K_BYTES), "warps of one product");
 static_assert(!V_HALVED || (2 * V_KEPT == V_STEPS && V_HELD && V_BESIDE_K), "halves of V");
+static_assert(K_KEPT <= K_STEPS && V_KEPT <= V_STEPS && Q_KEPT <= K_STEPS, "no more steps are kept than there are");
 static_assert(FRAGMENTS % S_FRAGMENTS == 0 && (Q_KEPT == 0 || S_FRAGMENTS < FRAGMENTS), "fragments of S");
 static_assert(OWN % AT_ONCE == 0 && AT_ONCE % S_AT_ONCE == 0 && PART % 16 == 0 && CUT_CHUNK % 16 == 0, "queries of a warp");
 static_assert(!(PINNED & 4096) || !PAD, "addresses of dQ");
@@ -425,7 +430,7 @@ struct Warp {
     };
 
     /* Of PART_NOW queries from `first` of the warp's on, at q_at, and S_FRAGMENTS fragments of keys from first_m on: Sᵀ, P, dS from
-     * dP, which begins at query first - first_dp of the warp's. */
+     * dP, which begins at query first - first_dp of the warp's.  PRODUCTS = 2: p_frag is dS in a warp that makes dK. */
     template <bool CUT, int PART_NOW, int NOW>
     __device__ __forceinline__ void weights(u32 q_at, int first, int first_dp, int first_m, u32 rows_stage, u32 number, const char *record,
                                             int (&pos)[FRAGMENTS][2], const float (&dp)[FRAGMENTS][NOW / 8][4], Again<PART_NOW> &again,
@@ -775,7 +780,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) backward(const _
     else if (!w.product()) w.store<K_BLOCKS>(block.dv, w.dk, block.dim_v, 1);
 }
 
-/* lse, delta and the intervals of a tile of queries as a Record: rows that are not there have -lse = -inf. */
+/* lse, delta and the intervals of a tile of queries as its record: rows that are not there have -lse = -inf. */
 extern "C" __global__ void __launch_bounds__(THREADS) backward_prepare(const __grid_constant__ Block block)
 {
     const u32 item = blockIdx.x;

@@ -11,7 +11,7 @@ import cuda_kit
 import host_kit
 import numpy as np
 import pytest
-from support import rules
+from support import rules, slopes
 
 from burstmpi.backends import modules, tiles
 from burstmpi.backends.base import Tally, Work
@@ -142,14 +142,41 @@ def test_rules(rule):
         case.check(case.run(cuda_kit.backend(deterministic=deterministic)), small=True)
 
 
+@pytest.mark.parametrize("bend", ({"alibi_slopes": slopes(1)}, {"softcap": 2.0}), ids=("alibi", "softcap"))
+def test_other_scores_on_sm_90(bend):
+    """K is not held there but read where it is used, for S of twice as many queries."""
+    case = Case(1, 128, 131, 1, 1, 64, 64, dtype="float16", **bend)
+    case.check(case.run(cuda_kit.backend("90")), small=True)
+
+
+def halves_of_v():
+    """For sm_75, tiles of 32 × 32: a full tile and tails on both sides."""
+    return Case(1, 34, 35, 1, 1, 256, 256, dtype="float16")
+
+
+def test_half_of_v_in_registers():
+    case = halves_of_v()
+    case.check(case.run(cuda_kit.backend("75")), small=True)
+
+
 # (arch, d, dv): native ones, filled up ones, unequal ones
 DIMS = [("80", 32, 32), ("80", 96, 96), ("90", 128, 128), ("90", 192, 192), ("80", 256, 256), ("80", 192, 128), ("120", 128, 128), ("80", 40, 72)]
+DIMS += [(arch, *dims) for arch in ("75", "80", "90", "120") for dims in ((32, 64), (64, 32))]  # fewer columns than an entry of 64 keeps
 MORE = [(a, d, dv) for a in ("75", "80", "90", "120") for d, dv in [*((n, n) for n in (8, 32, 64, 72, 96, 128, 192, 200, 256)), (192, 128), (40, 136)]]  # fmt: skip
 
 
 @pytest.mark.parametrize("arch, d, dv", DIMS)
 def test_head_dims(arch, d, dv):
     dims(arch, d, dv, False)
+
+
+def test_no_more_steps_are_kept_than_there_are():
+    for arch in tiles.ARCHITECTURES:
+        for d in tiles.HEAD_DIMS:
+            for dv in tiles.HEAD_DIMS:
+                told, alone = (of(arch, "float16", d, dv).defines for of in (tiles.backward, tiles.backward_queries))
+                assert max(told["K_KEPT"], told["Q_KEPT"], alone["Q_KEPT"]) <= d // 16, (arch, d, dv)
+                assert max(told["V_KEPT"], alone["DO_KEPT"]) <= dv // 16, (arch, d, dv)
 
 
 @pytest.mark.slow
@@ -194,6 +221,18 @@ def test_rows_that_see_nothing():
     case = Case(1, 70, 200, 1, 1, 64, 64, window=(3, 3))
     grads = case.run(cuda_kit.backend())
     assert not grads[1][:, :120].any() and not grads[2][:, :120].any()
+
+
+@pytest.mark.parametrize("deterministic", (False, True))
+@pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
+def test_no_queries(dtype, deterministic):
+    """A rank that has none: dk and dv of its share are 0, and stay what they were where it is added to them."""
+    case = Case(1, 0, 70, 2, 1, 64, 32, dtype=dtype, causal=True)
+    dq, dk, dv = case.run(cuda_kit.backend(deterministic=deterministic), cuts_k=(33,))
+    assert dq.shape == (1, 0, 2, 64) and dk.shape == (1, 70, 1, 64) and dv.shape == (1, 70, 1, 32)
+    assert not dk.any() and not dv.any()
+    start = [np.full(x.shape, 3, np.float32) for x in case.arrays[:3]]
+    assert all((x == 3).all() for x in case.run(cuda_kit.backend(deterministic=deterministic), cuts_k=(33,), start=start))
 
 
 def beyond_the_last_key():
@@ -265,9 +304,11 @@ needs_nvdisasm = pytest.mark.skipif(sass.nvdisasm() is None, reason="nvdisasm is
 
 
 def paths(direction, arch, dtype, d, dv, **defines):
-    """The kernel's listing, and the hot path of the loop over full tiles and of the one that masks."""
+    """The kernel's listing, and the hot path of the loop over full tiles and of the one that masks; it compiles in less than 10 s of CPU."""
     kernel = tiles.kernel(direction, arch, dtype, d, dv)
-    listing = sass.compiled(kernel, arch, **defines).kernel(direction)
+    cubin = sass.compiled(kernel, arch, **defines)
+    assert cubin.seconds < 10, cubin.seconds
+    listing = cubin.kernel(direction)
     products = 2 * (dv + d) + d * defines.get("WITH_DQ", 1) if direction == "backward" else 2 * d + dv
     loops = kernels.gradient_loops(kernel, arch, products)
     return listing, *(listing.hot_path(loops[name].hmma, least=loops[name].least) for name in ("full", "cut"))
@@ -288,40 +329,41 @@ def test_instructions_beside_the_tensor_cores(d, limit):
     assert seen["90"] <= seen["80"]
 
 
-# (direction, architecture, head dim, WITH_DQ) of which nothing lies in local memory, but for what is LEFT.
+# (direction, architecture, head dim or both of them, WITH_DQ) of which nothing lies in local memory, but for what is LEFT.
 CLEAN = [("backward", "80", 96, 1), ("backward", "86", 64, 1), ("backward", "120", 128, 1), ("backward", "80", 128, 0)]
-CLEAN += [("backward", "75", 64, 1), ("backward", "75", 256, 1), ("backward", "90", 192, 1), ("backward", "90", 96, 0), ("backward_queries", "75", 64, 1)]
-CLEAN += [("backward_queries", arch, d, 1) for arch in ("80", "90") for d in (64, 128)]
+CLEAN += [("backward", "75", 64, 1), ("backward", "75", 256, 1), ("backward", "90", 192, 1), ("backward", "90", (192, 128), 1), ("backward", "90", 96, 0)]
+CLEAN += [("backward_queries", "75", 64, 1), *(("backward_queries", arch, d, 1) for arch in ("80", "90") for d in (64, 128))]
 MORE_CLEAN = [
     (direction, arch, d, with_dq, dtype)
     for direction, with_dq in (("backward", 1), ("backward", 0), ("backward_queries", 1))
     for arch in tiles.ARCHITECTURES
-    for d in tiles.HEAD_DIMS
+    for d in (*tiles.HEAD_DIMS, (192, 128))
     for dtype in ("float16", "bfloat16")
     if (arch, dtype) != ("75", "bfloat16")
 ]
 # What is left in the loop that masks.
 LEFT = {("90", 192, 1): 1, ("120", 32, 1): 1, ("100", 96, 1): 1, ("90", 128, 0): 1}
+joined = lambda x: "_".join(map(str, x)) if isinstance(x, tuple) else None  # noqa: E731
 # The same with softcap or ALiBi, in the loop of full tiles.
 SCORED = [("backward", arch, d, dq, which) for arch in ("80", "90") for d in (64, 128) for dq in (1, 0) for which in ("BURST_ALIBI", "BURST_SOFTCAP")]
 SCORED += [("backward_queries", arch, d, 1, which) for arch in ("80", "90") for d in (64, 128) for which in ("BURST_ALIBI", "BURST_SOFTCAP")]
 
 
 @needs_nvdisasm
-@pytest.mark.parametrize("direction, arch, d, with_dq", CLEAN)
+@pytest.mark.parametrize("direction, arch, d, with_dq", CLEAN, ids=joined)
 def test_nothing_in_local_memory(direction, arch, d, with_dq):
     clean(direction, arch, d, with_dq, "float16" if arch == "75" else "bfloat16")
 
 
 @needs_nvdisasm
 @pytest.mark.slow
-@pytest.mark.parametrize("direction, arch, d, with_dq, dtype", MORE_CLEAN)
+@pytest.mark.parametrize("direction, arch, d, with_dq, dtype", MORE_CLEAN, ids=joined)
 def test_nothing_in_local_memory_anywhere(direction, arch, d, with_dq, dtype):
     clean(direction, arch, d, with_dq, dtype)
 
 
 def clean(direction, arch, d, with_dq, dtype):
-    _, full, cut = paths(direction, arch, dtype, d, d, WITH_DQ=with_dq)
+    _, full, cut = paths(direction, arch, dtype, *(d if isinstance(d, tuple) else (d, d)), WITH_DQ=with_dq)
     assert full.local == 0 and cut.local <= (LEFT.get((arch, d, with_dq), 0) if direction == "backward" else 0)
 
 
@@ -334,7 +376,7 @@ def test_nothing_in_local_memory_with_other_scores(direction, arch, d, with_dq, 
 
 
 @needs_nvdisasm
-@pytest.mark.parametrize("arch, d, limit", [("86", 64, 1.85), ("86", 128, 1.4), ("120", 64, 1.85), ("120", 128, 1.4)])
+@pytest.mark.parametrize("arch, d, limit", [(arch, d, limit) for arch in ("86", "89", "120") for d, limit in ((64, 1.85), (128, 1.4))])
 def test_instructions_where_shared_memory_is_small(arch, d, limit):
     """Within 99 KB, counted without the compiler's NOPs."""
     assert tiles.backward(arch, "bfloat16", d, d).tile.shared <= 99 << 10
@@ -397,13 +439,42 @@ SHARED_KEYS_FAULTS = [
     ("backward", "product() ? DS_AT : P_AT", "product() ? P_AT : DS_AT", "the others' dS in place of P"),
     ("backward", "chosen(product(), ds_frag[n][first_m + m][i], p_frag[n][first_m + m][i])", "p_frag[n][first_m + m][i]", "P in place of dS for dK"),
     ("backward", "const u32 query = (sharer ^ i) * OWN;", "const u32 query = i * OWN;", "a warp's own queries twice"),
+    ("backward", "again.q[kept < 0 ? 0 : kept][n];", "again.q[kept < 0 ? 0 : kept][0];", "kept Q of other queries"),
     ("backward", "number = walk.get(w.desk());", "number = w.number(walk);", "dQ to the sums of another tile"),
 ]
 
 
+def shared_keys():
+    return Case(1, 130, 140, 2, 2, 128, 128, causal=True)
+
+
 @pytest.mark.parametrize("source, old, new", [f[:3] for f in SHARED_KEYS_FAULTS], ids=[f[3] for f in SHARED_KEYS_FAULTS])
 def test_sown_faults_of_shared_keys_are_found(source, old, new):
-    found_by(Case(1, 130, 140, 2, 2, 128, 128, causal=True), source, old, new, arch="90")
+    found_by(shared_keys(), source, old, new, arch="90")
+
+
+def few():
+    return Case(1, 20, 36, 1, 1, 64, 64)
+
+
+def few_with_alibi():
+    return Case(1, 20, 36, 1, 1, 64, 64, alibi_slopes=slopes(1))
+
+
+# Of the shapes that keep K for one tile of queries (sm_90, d 64; not so with ALiBi), and half of V (sm_75, d 256).
+WRONG_HALF = "w.keys<Warp::CarryV>(block.v, V_AT, block.dim_v, {});"
+SHORT_OF_REGISTERS_FAULTS = [
+    ("90", few, "if (ANEW) hold_k();", "", "K is not read"),
+    ("90", few_with_alibi, "else ldmatrix(a[m], along<K_BYTES>(k_rows, 2 * step)",
+     "else ldmatrix(a[m], along<K_BYTES>(k_rows, 0)", "the first columns of K in each step"),
+    ("75", halves_of_v, WRONG_HALF.format("V_COLUMNS"), WRONG_HALF.format("0"), "the wrong half of V"),
+    ("75", halves_of_v, "if (V_STAYS || V_HALVED) __syncthreads();", "if (V_STAYS) __syncthreads();", "Q overwrites half of V before it is in registers"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("arch, case, old, new", [f[:4] for f in SHORT_OF_REGISTERS_FAULTS], ids=[f[4] for f in SHORT_OF_REGISTERS_FAULTS])
+def test_sown_faults_where_registers_are_short_are_found(arch, case, old, new):
+    found_by(case(), "backward", old, new, arch=arch, small=True)
 
 
 SEEN = "key < block.rows_k ? block.pos[key] : -2147483647 - 1"
@@ -424,17 +495,32 @@ def test_sown_faults_beyond_the_last_key_are_found(source, old, new):
     found_by(beyond_the_last_key(), source, old, new, strided=True)
 
 
+def two_tiles():
+    return Case(1, 130, 140, 1, 1, 64, 64, causal=True, scale=0.3)
+
+
 @pytest.mark.parametrize("source, old, new", [f[:3] for f in FAULTS], ids=[f"{f[0]}: {f[3]}" for f in FAULTS])
 def test_sown_faults_are_found(source, old, new):
-    found_by(Case(1, 130, 140, 1, 1, 64, 64, causal=True, scale=0.3), source, old, new)
+    found_by(two_tiles(), source, old, new)
 
 
-def found_by(case, source, old, new, arch="80", **how):
+# Those beyond the last key are in test_keys_beyond_the_last, those of half of V in test_half_of_v_in_registers.
+RIGHT = [("80", two_tiles, False, False), ("80", two_tiles, True, False)]
+RIGHT += [("90", shared_keys, False, False), ("90", few, False, True), ("90", few_with_alibi, False, True)]
+
+
+@pytest.mark.parametrize("arch, case, deterministic, small", RIGHT)
+def test_cases_of_faults_are_right_without_one(arch, case, deterministic, small):
+    case = case()
+    case.check(case.run(cuda_kit.backend(arch, deterministic=deterministic)), small=small)
+
+
+def found_by(case, source, old, new, arch="80", small=False, **how):
     """By the machine's checks, or by the comparison with the oracle."""
     backend = cuda_kit.backend(arch, deterministic=source == "backward_queries")
     if cuda_kit.REAL:
         pytest.skip("a GPU does not report races")
     backend._modules = Sown(backend._cupy, source, old, new)
     with pytest.raises((Fault, AssertionError)) as found:
-        case.check(case.run(backend, **how), small=bool(how))
+        case.check(case.run(backend, **how), small=small or bool(how))
     assert not str(found.value).startswith(old)

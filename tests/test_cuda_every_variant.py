@@ -10,7 +10,7 @@ Two architectures often get the very same PTX but for the lines .version and .ta
     ./mpi_run.sh test -n 0 -m slow tests/test_cuda_every_variant.py -k "sm_90 and float16"    # some cells
 
 BURSTMPI_SWEEP_RECORD names a file of what has passed, so that a sweep which was ended goes on where it was; a change of the library, of
-the machine or of these tests makes all of it void.
+survey.cu, plain.cu or a header of raw_kernels, of the machine or of these tests makes all of it void.
 """
 
 import gc
@@ -170,6 +170,9 @@ def program(variant):
     return digest(ptx), variant.kernel.tile
 
 
+IN_KEYS = [f"{name}.cu" for name in ("forward", "backward", "backward_queries", "wide_forward", "wide_backward")]
+
+
 class Passed:
     """What has run and was right: in this process, and in the file that BURSTMPI_SWEEP_RECORD names."""
 
@@ -183,12 +186,12 @@ class Passed:
     @staticmethod
     @cache
     def judge():
-        """A digest of all Python and C that makes a verdict; the kernels are in the keys as PTX."""
+        """A digest of all Python, C and CUDA C that makes a verdict, but for kernels of attention: these are in the keys as PTX."""
         found = hashlib.sha256()
         root = Path(__file__).resolve().parent.parent
-        for folder, mask in (("burstmpi", "**/*.py"), ("tests", "*.py"), ("tests/ptx/ptxmachine", "**/*.[pch]*")):
+        for folder, mask in (("burstmpi", "**/*.py"), ("tests", "*.py"), ("tests/ptx/ptxmachine", "**/*.[pch]*"), ("raw_kernels", "*.*")):
             for path in sorted((root / folder).glob(mask)):
-                if path.suffix in (".py", ".c", ".h"):
+                if path.suffix in (".py", ".c", ".h", ".cu", ".cuh") and path.name not in IN_KEYS:
                     found.update(path.read_bytes())
         return found.hexdigest()
 
@@ -326,7 +329,9 @@ def test_some_variants(arch, dtype, bend, way, fill):
 
 
 def test_the_list_is_whole():
-    """What the table and the sources' switches multiply to, counted by hand."""
+    """What the table and the sources' switches multiply to, counted by hand; all other CUDA C is in ``Passed.judge``."""
+    sources = {f"{x.source}.cu" for dtype in ("float16", "float64") for x in variants("80", dtype, 64, 64)}
+    assert sorted(sources) == sorted(IN_KEYS) and {"survey.cu", "plain.cu"} == {x.name for x in modules.folder().glob("*.cu")} - sources
     halves, wide = 13, 14  # pairs of architecture and type: no bfloat16 on sm_75
     counted = sum(len(list(variants(arch, dtype, *dims, bend))) for arch, dtype in PAIRS for dims in DIMS for bend in BENDS)
     assert counted == len(DIMS) * len(BENDS) * (halves * (2 * 2 + 2 + 1) + wide * (1 + 2 + 1)) == 4116

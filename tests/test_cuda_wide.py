@@ -373,16 +373,25 @@ def test_faults_are_caught(fault, tmp_path, monkeypatch):
     assert source.count(before) == 1, f"{fault}: the text is there {source.count(before)} times"
     (folder / name).write_text(source.replace(before, after))
     monkeypatch.setattr(modules, "folder", lambda: folder)
-    # three tiles of keys and ragged ends; some rows see nothing of the first tile
+    with pytest.raises(Exception) as caught:  # a Fault or a comparison
+        case_of_faults(name == BACKWARD, deterministic)
+    assert caught.type.__name__ in ("Fault", "AssertionError", "CUDADriverError"), caught.value
+
+
+@pytest.mark.parametrize("backward, deterministic", [(False, False), (True, False), (True, True)])
+def test_the_case_of_faults_is_right_without_one(backward, deterministic):
+    case_of_faults(backward, deterministic)
+
+
+def case_of_faults(backward, deterministic):
+    """Three tiles of keys and ragged ends; some rows see nothing of the first tile."""
     p = problem(70, 140, batch=1, heads=1, kv_heads=1, d=8, dv=8, dtype="float32", spread=3.0)
     options = {"window": (30, 60)}
     backend = cuda_kit.backend("80", deterministic=deterministic, splits=1)
     expected = truth(p, options)
-    if name == "wide_backward.cu":
+    if backward:
         out, lse = (expected.values[x].astype(np.float32) for x in ("out", "lse"))
-        verb, names = lambda: cuda_kit.backward(backend, p.dout, p.q, p.k, p.v, out, lse, **options), ("dq", "dk", "dv")
+        got = dict(zip(("dq", "dk", "dv"), cuda_kit.backward(backend, p.dout, p.q, p.k, p.v, out, lse, **options)))
     else:
-        verb, names = lambda: cuda_kit.forward(backend, p.q, p.k, p.v, **options), ("out", "lse")
-    with pytest.raises(Exception) as caught:  # a Fault or a comparison
-        check(dict(zip(names, verb())), expected)
-    assert caught.type.__name__ in ("Fault", "AssertionError", "CUDADriverError"), caught.value
+        got = dict(zip(("out", "lse"), cuda_kit.forward(backend, p.q, p.k, p.v, **options)))
+    check(got, expected)

@@ -212,13 +212,13 @@ class _Gradients:
     positions: int = 0  # 1: those of the keys in shared memory, not in registers
     cut_chunk: int = 64  # at most so many queries at once where it masks
     pad: int = 0  # bytes at the end of each row of shared memory: 0 or 16
-    anew: int = 0  # 1: kept steps are read from shared memory for each tile of queries, so that dQ has their registers
+    anew: int = 0  # 1: kept steps of K are read from shared memory for each tile of queries, so that dQ has their registers
     halved: int = 0  # 1: half of V is kept, the other half stands in shared memory; else, where not all is kept, all of V
     known: int = 1  # 0: seldom used numbers stay in registers, as 32 bytes of shared memory would cost a block of threads
 
 
 # By the pair of head dims, or else by the larger of them.  docs/kernels.md tells why.  Pins are found by trying: which of them
-# leaves the loop without local memory differs by architecture and nothing else.
+# leave the loop without local memory differs by architecture, head dims, scores, and whether there is dQ.
 _LARGE = {
     32: _Gradients(64, 128, 4, 1, 2, 32, 16, 0, 2, 2, 3, pins=260),
     64: _Gradients(64, 128, 4, 1, 2, 32, 16, 0, 4, 2, 2, pins=260, pins_scores=(256, 256)),
@@ -237,7 +237,7 @@ _SMALL = {
     256: _Gradients(32, 64, 8, 2, 1, 16, 16, 0, 16, 1, dq_part=2, pins=384),
 }
 _BACKWARD = {
-    "80": _LARGE,
+    "80": {**_LARGE, (192, 128): replace(_LARGE[192], pins=0, pins_alone=1280)},
     "90": {
         **_LARGE,
         32: replace(_LARGE[32], pins=388),
@@ -252,6 +252,7 @@ _BACKWARD = {
             pins=256, pins_alone=1290, pins_scores=(256, 1312), pins_alone_scores=(1034, 1034),
         ),  # fmt: skip
         192: replace(_LARGE[192], pins=3332),
+        (192, 128): replace(_LARGE[192], pins=1409, pins_alone=3332),
     },
     "100": {
         **_LARGE,
@@ -300,7 +301,7 @@ def backward(arch: str, dtype: str, d: int, dv: int) -> Kernel:
     """
     kind, d, dv = _half(arch, dtype), padded(d), padded(dv)
     shape = _BACKWARD[arch].get((d, dv)) or _BACKWARD[arch][max(d, dv)]
-    kept_v = min(shape.kept_v, dv // 16)
+    kept_k, kept_v, kept_q = min(shape.kept_k, d // 16), min(shape.kept_v, dv // 16), min(shape.kept_q, d // 16)
     stays, pad = kept_v == dv // 16, shape.pad
     columns = shape.dq_columns or next(c for c in (4, 2) if c < shape.warps and d // 16 % c == 0 and (d % 64 == 0 or c == 2))
     shared = (
@@ -319,7 +320,8 @@ def backward(arch: str, dtype: str, d: int, dv: int) -> Kernel:
         "WARPS": shape.warps, "STAGES": shape.stages, "SHARED": shared, "SHARED_LIMIT": SHARED_LIMIT[arch],
         "SHARERS": shape.sharers, "PRODUCTS": shape.products, "FRAGMENTS": shape.fragments,
         "S_FRAGMENTS": shape.s_fragments or shape.fragments, "CHUNK": shape.chunk, "PART": shape.part,
-        "CUT_CHUNK": shape.cut_chunk, "K_KEPT": shape.kept_k, "V_KEPT": kept_v, "Q_KEPT": shape.kept_q, "V_HALVED": shape.halved, "ANEW": shape.anew, "RESIDENT": shape.bound or shape.resident,
+        "CUT_CHUNK": shape.cut_chunk, "K_KEPT": kept_k, "V_KEPT": kept_v, "Q_KEPT": kept_q,
+        "V_HALVED": shape.halved, "ANEW": shape.anew, "RESIDENT": shape.bound or shape.resident,
         "DQ_ROWS": min(shape.warps // columns, shape.queries // 16), "DQ_COLUMNS": columns, "DQ_PART": shape.dq_part,
         "PINS": shape.pins, "PINS_ALONE": alone,
         "PINS_ALIBI": scores[0], "PINS_SOFTCAP": scores[1], "PINS_ALONE_ALIBI": alone_scores[0], "PINS_ALONE_SOFTCAP": alone_scores[1],
