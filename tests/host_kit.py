@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import ml_dtypes
 import numpy as np
 
@@ -40,35 +42,40 @@ def _dims(q, k, v):
 
 
 def _cuts(rows_k, cuts):
-    return np.split(np.arange(rows_k), cuts)
+    """Blocks of keys as slices: a block of a view stays a view, with the strides that the caller chose."""
+    return [slice(*ends) for ends in itertools.pairwise((0, *cuts, rows_k))]
+
+
+def _longest(blocks):
+    return max(block.stop - block.start for block in blocks)
 
 
 def forward(backend, q, k, v, *, cuts=(), tally=None, progress=None, **options):
     """out, lse of whole arrays, the keys coming in blocks."""
     rules, dims, tally = Rules(**options), _dims(q, k, v), tally or Tally()
-    blocks = _cuts(k.shape[1], cuts)
-    work = _work(backend, dims, rules, q.shape[1], k.shape[1], max(map(len, blocks)), False, tally, progress)
+    blocks, where = _cuts(k.shape[1], cuts), np.arange(k.shape[1])
+    work = _work(backend, dims, rules, q.shape[1], k.shape[1], _longest(blocks), False, tally, progress)
     state = np.full((*q.shape[:3], v.shape[3]), np.nan, dims.accumulator)
     lse = np.full((q.shape[0], q.shape[2], q.shape[1]), np.nan, dims.accumulator)
     out = np.full(state.shape, np.nan, q.dtype)
     for i, keys in enumerate(blocks):
         last = i == len(blocks) - 1
-        backend.attend(q, k[:, keys], v[:, keys], state, lse, work(keys), first=i == 0, final=out if last else None)
+        backend.attend(q, k[:, keys], v[:, keys], state, lse, work(where[keys]), first=i == 0, final=out if last else None)
     return out, lse
 
 
 def backward(backend, dout, q, k, v, out, lse, *, cuts=(), tally=None, progress=None, **options):
     """dq, dk, dv of whole arrays in the accumulator's type, the keys coming in blocks."""
     rules, dims, tally = Rules(**options), _dims(q, k, v), tally or Tally()
-    blocks = _cuts(k.shape[1], cuts)
-    work = _work(backend, dims, rules, q.shape[1], k.shape[1], max(map(len, blocks)), True, tally, progress)
+    blocks, where = _cuts(k.shape[1], cuts), np.arange(k.shape[1])
+    work = _work(backend, dims, rules, q.shape[1], k.shape[1], _longest(blocks), True, tally, progress)
     delta = np.full(lse.shape, np.nan, dims.accumulator)
     backend.delta(dout, out, delta)
     dq, dk, dv = (np.full(x.shape, np.nan, dims.accumulator) for x in (q, k, v))
     for i, keys in enumerate(blocks):
-        part_k, part_v = (np.full((*x.shape[:1], len(keys), *x.shape[2:]), np.nan, dims.accumulator) for x in (k, v))
+        part_k, part_v = (np.full(x[:, keys].shape, np.nan, dims.accumulator) for x in (k, v))
         backend.attend_backward(
-            dout, q, k[:, keys], v[:, keys], lse, delta, dq, part_k, part_v, work(keys), fresh_q=i == 0, fresh_kv=True
+            dout, q, k[:, keys], v[:, keys], lse, delta, dq, part_k, part_v, work(where[keys]), fresh_q=i == 0, fresh_kv=True
         )
         dk[:, keys], dv[:, keys] = part_k, part_v
     return dq, dk, dv

@@ -10,11 +10,10 @@ from functools import cache
 import numpy as np
 import pytest
 from mpi4py import MPI
-from support import LAYOUTS, RULES, TYPES, check, collect, layout_of, problem, rules, run, shards, truth
+from support import LAYOUTS, RULES, TYPES, check, collect, forced, layout_of, problem, rules, run, shards, truth
 
 import burstmpi
 from burstmpi import BurstAttention
-from burstmpi.backends import choose
 from burstmpi.backends.host import available
 
 pytestmark = pytest.mark.mpi
@@ -28,16 +27,7 @@ BACKENDS = {1: ("host", *OTHERS, "numpy"), 2: ("host", "numpy")}.get(MPI.COMM_WO
 
 @pytest.fixture
 def backend(request, monkeypatch):
-    """A backend's name; host-isa is "host" with its instruction set forced.  Skips where it cannot be had on this machine."""
-    name, _, isa = request.param.partition("-")
-    if isa:
-        monkeypatch.setenv("BURSTMPI_ISA", isa)
-    try:
-        made = choose(name)
-    except ValueError as error:
-        pytest.skip(str(error))
-    assert not isa or made.isa == isa
-    return name
+    return forced(request.param, monkeypatch)
 
 
 @cache
