@@ -113,6 +113,26 @@ def test_a_damaged_or_planted_file_is_not_loaded(cache, source, builds, spoil):
     assert len(builds) == 2 and compile._sound(path) and not path.is_symlink()
 
 
+@needs_compiler
+def test_a_file_of_another_user_is_not_loaded(cache, source, builds, monkeypatch):
+    compile.load("answer", source, FLAGS)
+    (path,) = cache.glob("*.so")
+    assert compile._sound(path)
+    real = os.fstat
+
+    def fstat(handle):
+        state = list(real(handle))
+        state[stat.ST_UID] += 1
+        return os.stat_result(state)
+
+    before = path.stat().st_ino
+    with monkeypatch.context() as patched:
+        patched.setattr(compile.os, "fstat", fstat)
+        assert not compile._sound(path)
+        assert compile.load("answer", source, FLAGS).answer() == 42
+    assert len(builds) == 2 and path.stat().st_ino != before and compile._sound(path)
+
+
 def test_a_folder_that_others_may_write_to_is_refused(cache):
     cache.mkdir()
     cache.chmod(0o777)
@@ -190,6 +210,32 @@ def test_sixty_four_processes_and_one_compile(cache, source, tmp_path):
     assert [rank.communicate(timeout=120)[0].strip() for rank in ranks] == [b"42"] * 64
     assert log.read_text().split() == ["run"]
     assert len(list(cache.glob("*.so"))) == 1
+
+
+EIGHTH = """
+import sys
+import numpy as np
+sys.path.insert(0, {here!r})
+import host_kit as kit
+from burstmpi.backends.host import HostBackend
+q, k, v, _ = kit.arrays(np.random.default_rng(0), 1, 30, 40, 2, 1, 8, 8, "float32")
+out, lse = kit.forward(HostBackend("portable", threads=1), q, k, v, causal=True)
+print(np.abs(out - kit.exact(q, q, k, v, causal=True)[0]).max() < 1e-5, out.tobytes().hex())
+"""
+
+
+@needs_compiler
+def test_eight_processes_and_one_compile_of_the_kernels(cache, tmp_path):
+    """The real ones, without optimizing: the question is who compiles."""
+    log, wrapper, program = tmp_path / "log", tmp_path / "mycc", tmp_path / "eighth.py"
+    wrapper.write_text(f'#!/bin/sh\nfor x in "$@"; do case $x in *.c) basename $x >> {log};; esac; done\nexec {compile.compiler()[0]} "$@" -O0\n')
+    wrapper.chmod(0o755)
+    program.write_text(EIGHTH.format(here=str(HERE)))
+    environ = {**os.environ, "CC": str(wrapper), "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    ranks = [subprocess.Popen([sys.executable, str(program)], env=environ, stdout=subprocess.PIPE, text=True) for _ in range(8)]
+    told = [rank.communicate(timeout=120)[0] for rank in ranks]
+    assert len(set(told)) == 1 and told[0].startswith("True ")
+    assert sorted(log.read_text().split()) == ["attend.c", "probe.c"] and len(list(cache.glob("*.so"))) == 2
 
 
 SANITIZED = """
