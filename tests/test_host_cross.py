@@ -133,3 +133,55 @@ def test_the_thread_sanitizer_would_notice(tmp_path):
             assert "data race" in str(error)
             return
     pytest.fail("twenty runs without a turn, and no race was reported")
+
+
+def address_sanitizer():
+    compiler = shutil.which("gcc")
+    if compiler is None:
+        return None
+    found = subprocess.run([compiler, "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
+    return compiler if os.path.isabs(found) else None
+
+
+SHORTER = """
+#include <stdlib.h>
+static int64_t shorter(int which)
+{
+    const char *sown = getenv("SOWN");
+    return sown && atoi(sown) == which ? atoi(getenv("SHORTER")) : 0;
+}
+#define TAKE(arena, type, count) ((type *)take(arena, ((int64_t)(count) - shorter(__COUNTER__)) * (int64_t)sizeof(type)))
+"""
+
+
+def test_the_address_sanitizer_would_notice(tmp_path):
+    """All buffers lie in one piece of memory, with gaps between them: each in its turn is too short by one number.
+
+    Of some, the last numbers are the padding of a row, which nobody touches; those are made shorter by 64.
+    """
+    compiler = address_sanitizer()
+    if compiler is None:
+        pytest.skip("no compiler with an address sanitizer")
+    broken = tmp_path / "broken"
+    shutil.copytree(host._sources(), broken)
+    text = (broken / "tasks.h").read_text()
+    if "BURST_GUARD" not in text:
+        pytest.skip("tasks.h leaves no gaps behind buffers")
+    (line,) = [line for line in text.splitlines() if line.startswith("#define TAKE(")]
+    (broken / "tasks.h").write_text(text.replace(line, SHORTER))
+    buffers = sum((broken / name).read_text().count(" = TAKE(") for name in ("tasks.h", "tile.h", "state.h", "gradient.h", "forward.h", "backward.h"))
+    flags = ["-fsanitize=address", "-g", "-O0", "-pthread", "-DBURST_PTHREADS", "-DBURST_GUARD", f"-I{broken}"]
+    program = build([compiler], tmp_path, *flags)
+
+    def caught(**sown):
+        try:
+            attend([str(program)], tmp_path, CASES[0], "float32", 2, ASAN_OPTIONS="detect_leaks=0 symbolize=0", **sown)
+        except AssertionError as error:
+            assert "use-after-poison" in str(error), error
+            return True
+        return False
+
+    assert not caught() and not caught(SOWN=str(buffers), SHORTER="64")
+    assert buffers > 30
+    padded = [which for which in range(buffers) if not caught(SOWN=str(which), SHORTER="1")]
+    assert len(padded) <= 4 and all(caught(SOWN=str(which), SHORTER="64") for which in padded), padded
