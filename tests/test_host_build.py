@@ -319,12 +319,16 @@ def test_nothing_is_computed_from_empty_blocks():
 
 
 @needs_compiler
+@pytest.mark.parametrize("other", ["", "clang"], ids=["cc", "clang"])
 @pytest.mark.parametrize("which", list(host.FLAGS), ids="-".join)
-def test_no_variant_has_a_warning(which):
+def test_no_variant_has_a_warning(which, other):
     if which[0] != "portable" and compile.platform.machine() != "x86_64":
         pytest.skip(f"{which[0]} is of x86")  # the compiler is asked, not the CPU
+    if other and compile.shutil.which(other) is None:
+        pytest.skip(f"no {other}")
     source = host._sources() / "attend.c"
     flags = [flag for flag in (*host.BASE_FLAGS, *host.FLAGS[which]) if flag not in ("-O3", "-shared")]
-    command = [*compile.compiler(), *flags, "-Wall", "-Wextra", "-Werror", "-fopenmp", "-fsyntax-only", str(source)]
+    threads = ["-pthread", "-DBURST_PTHREADS"] if other else ["-fopenmp"]  # clang's OpenMP is a package of its own
+    command = [*([other] if other else compile.compiler()), *flags, "-Wall", "-Wextra", "-Werror", *threads, "-fsyntax-only", str(source)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

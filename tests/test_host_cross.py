@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import subprocess
 from pathlib import Path
@@ -81,6 +82,64 @@ def test_on_arm(dtype, vectors, tmp_path):
     program = build([compiler], tmp_path, "-static", f"-march={machine}", "-pthread", "-DBURST_PTHREADS", *more)
     for case in CASES:
         check(*attend([emulator, str(program)], tmp_path, case, dtype, threads=2), dtype)
+
+
+FUSED = """
+#include <stdio.h>
+#include "vec.h"
+int main(void)
+{
+    unsigned state = 1, wrong = 0;
+    for (int n = 0; n < 20000; n++) {
+        const REAL b = (REAL)1.44269504088896340736;
+        vec a, c;
+        for (int i = 0; i < LANES; i++) {
+            state = state * 1664525u + 1013904223u;
+            a[i] = (REAL)((int)state * 0x1p-20);
+            c[i] = a[i] * b;
+        }
+        const vec got = fused(a, b, c);
+        for (int i = 0; i < LANES; i++)
+            wrong += got[i] != (REAL)(sizeof(REAL) == 8 ? fma((double)a[i], (double)b, -(double)c[i]) : (double)a[i] * (double)b - (double)c[i]);
+    }
+    return wrong != 0;
+}
+"""
+
+
+@pytest.mark.parametrize("real", ["float", "double"])
+@pytest.mark.parametrize("more", [(), ("-mfma",), ("-mavx2", "-mfma", "-DBURST_AVX2")], ids=["portable", "fma", "avx2"])
+@pytest.mark.parametrize("compiler", ["gcc", "clang"])
+def test_a_product_and_a_difference_are_rounded_once(compiler, more, real, tmp_path):
+    """Also where the compiler may contract: the product's rounding error must be in it once, neither never nor twice."""
+    if shutil.which(compiler) is None or platform.machine() != "x86_64":
+        pytest.skip(f"no {compiler} for x86")
+    if more and host.missing("avx2"):
+        pytest.skip("this CPU has no FMA")
+    source, program = tmp_path / "fused.c", tmp_path / "fused"
+    source.write_text(FUSED)
+    words = [compiler, *FLAGS, *more, *(["-DBURST_DOUBLE"] if real == "double" else []), f"-I{host._sources()}", str(source), "-o", str(program), "-lm"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert subprocess.run([str(program)], timeout=60).returncode == 0
+
+
+BUILDS = {"portable": ["float32", "float16", "bfloat16"], "portable-double": ["float64"], "avx2": ["float32", "float16", "bfloat16"], "avx2-double": ["float64"]}
+
+
+@pytest.mark.parametrize("which", ["portable", *(pytest.param(name, marks=pytest.mark.slow) for name in BUILDS if name != "portable")])
+def test_by_clang(which, tmp_path):
+    """What clang makes of the sources, where it is installed; gcc is not asked."""
+    compiler = shutil.which("clang")
+    if compiler is None:
+        pytest.skip("no clang")
+    isa, _, double = which.partition("-")
+    if host.missing(isa):
+        pytest.skip(f"this CPU has no {', '.join(host.missing(isa))}")
+    program = build([compiler], tmp_path, *host.FLAGS[isa, "float64" if double else "float32"], "-pthread", "-DBURST_PTHREADS")
+    for dtype in BUILDS[which]:
+        for case in CASES:
+            check(*attend([str(program)], tmp_path, case, dtype, threads=2), dtype)
 
 
 def thread_sanitizer():
