@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import ml_dtypes
 import numpy as np
 
@@ -40,35 +42,40 @@ def _dims(q, k, v):
 
 
 def _cuts(rows_k, cuts):
-    return np.split(np.arange(rows_k), cuts)
+    """Blocks of keys as slices: a block of a view stays a view, with the strides that the caller chose."""
+    return [slice(*ends) for ends in itertools.pairwise((0, *cuts, rows_k))]
+
+
+def _longest(blocks):
+    return max(block.stop - block.start for block in blocks)
 
 
 def forward(backend, q, k, v, *, cuts=(), tally=None, progress=None, **options):
     """out, lse of whole arrays, the keys coming in blocks."""
     rules, dims, tally = Rules(**options), _dims(q, k, v), tally or Tally()
-    blocks = _cuts(k.shape[1], cuts)
-    work = _work(backend, dims, rules, q.shape[1], k.shape[1], max(map(len, blocks)), False, tally, progress)
+    blocks, where = _cuts(k.shape[1], cuts), np.arange(k.shape[1])
+    work = _work(backend, dims, rules, q.shape[1], k.shape[1], _longest(blocks), False, tally, progress)
     state = np.full((*q.shape[:3], v.shape[3]), np.nan, dims.accumulator)
     lse = np.full((q.shape[0], q.shape[2], q.shape[1]), np.nan, dims.accumulator)
     out = np.full(state.shape, np.nan, q.dtype)
     for i, keys in enumerate(blocks):
         last = i == len(blocks) - 1
-        backend.attend(q, k[:, keys], v[:, keys], state, lse, work(keys), first=i == 0, final=out if last else None)
+        backend.attend(q, k[:, keys], v[:, keys], state, lse, work(where[keys]), first=i == 0, final=out if last else None)
     return out, lse
 
 
 def backward(backend, dout, q, k, v, out, lse, *, cuts=(), tally=None, progress=None, **options):
     """dq, dk, dv of whole arrays in the accumulator's type, the keys coming in blocks."""
     rules, dims, tally = Rules(**options), _dims(q, k, v), tally or Tally()
-    blocks = _cuts(k.shape[1], cuts)
-    work = _work(backend, dims, rules, q.shape[1], k.shape[1], max(map(len, blocks)), True, tally, progress)
+    blocks, where = _cuts(k.shape[1], cuts), np.arange(k.shape[1])
+    work = _work(backend, dims, rules, q.shape[1], k.shape[1], _longest(blocks), True, tally, progress)
     delta = np.full(lse.shape, np.nan, dims.accumulator)
     backend.delta(dout, out, delta)
     dq, dk, dv = (np.full(x.shape, np.nan, dims.accumulator) for x in (q, k, v))
     for i, keys in enumerate(blocks):
-        part_k, part_v = (np.full((*x.shape[:1], len(keys), *x.shape[2:]), np.nan, dims.accumulator) for x in (k, v))
+        part_k, part_v = (np.full(x[:, keys].shape, np.nan, dims.accumulator) for x in (k, v))
         backend.attend_backward(
-            dout, q, k[:, keys], v[:, keys], lse, delta, dq, part_k, part_v, work(keys), fresh_q=i == 0, fresh_kv=True
+            dout, q, k[:, keys], v[:, keys], lse, delta, dq, part_k, part_v, work(where[keys]), fresh_q=i == 0, fresh_kv=True
         )
         dk[:, keys], dv[:, keys] = part_k, part_v
     return dq, dk, dv
@@ -203,10 +210,20 @@ def exact(dout, q, k, v, **options):
 
 
 def rms(x):
-    """Root mean square of the finite part."""
+    """Root mean square of the finite part: the size of something.  For the error of a result see ``error``."""
     x = np.asarray(x, np.float64)
     x = x[np.isfinite(x)]
     return float(np.sqrt(np.mean(x * x))) if x.size else 0.0
+
+
+def error(name, got, true):
+    """Root mean square of got - true; NaN and infinities must be where the truth has them, and nowhere else."""
+    got = got.astype(np.promote_types(true.dtype, np.float64))
+    assert got.shape == true.shape, f"{name}: shape {got.shape}, expected {true.shape}"
+    strange = ~(np.isfinite(got) & np.isfinite(true))
+    same = np.isclose(got[strange], true[strange], rtol=0, atol=0, equal_nan=True)
+    assert same.all(), f"{name}: {(~same).sum()} of {got.size} numbers are not finite here and finite in the reference, or the reverse"
+    return rms(got[~strange] - true[~strange])
 
 
 def check(name, got, true, same_type, dtype, factor=2.0, score=0.0, floor=0.0):
@@ -215,13 +232,10 @@ def check(name, got, true, same_type, dtype, factor=2.0, score=0.0, floor=0.0):
     score : size of the scores.  One rounding of a score s changes P by a factor 1 + ulp s; a naive run of few keys
     may be lucky and make no error at all.  floor : what a model says of such a run, by ``_floors``.
     """
-    got, same_type = got.astype(np.float64), same_type.astype(np.float64)
-    assert got.shape == true.shape, name
-    assert (np.isneginf(got) == np.isneginf(true)).all(), f"{name}: -inf elsewhere than in the reference"
-    assert np.isfinite(got[~np.isneginf(got)]).all(), f"{name}: not finite"
+    far = error(name, got, true)
     with np.errstate(invalid="ignore"):
-        error, allowed = rms(got - true), rms(same_type - true)
+        allowed = rms(same_type.astype(np.float64) - true)
     ulp = {"float64": 2**-53, "float32": 2**-24, "float16": 2**-11, "bfloat16": 2**-8}
     own, wide = ulp[dtype], ulp["float64" if dtype == "float64" else "float32"]
     bound = factor * max(allowed, floor) + (own + wide * (1 + score)) * rms(true) + 1e-30
-    assert error <= bound, f"{name}: error {error:.3g}, allowed {bound:.3g} (naive {allowed:.3g})"
+    assert far <= bound, f"{name}: error {far:.3g}, allowed {bound:.3g} (naive {allowed:.3g})"

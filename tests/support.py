@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import ml_dtypes
 import numpy as np
+import pytest
 
-from burstmpi.backends import reference
+from burstmpi.backends import choose, reference
 from burstmpi.layout import placement_of
 from burstmpi.rules import Rules
 
@@ -198,6 +199,19 @@ def check(got: dict, expected: Truth) -> None:
         assert np.isfinite(value[~infinite]).all(), f"{name}: infinities that should not be"
         error = np.abs(value[~infinite] - true[~infinite]).max(initial=0)
         assert error <= expected.allowed[name], f"{name}: error {error:.3g}, allowed {expected.allowed[name]:.3g}"
+
+
+def forced(name, monkeypatch) -> str:
+    """A backend's name; host-isa is "host", with that instruction set forced.  Skips where it cannot be had on this machine."""
+    name, _, isa = name.partition("-")
+    if isa:
+        monkeypatch.setenv("BURSTMPI_ISA", isa)
+    try:
+        made = choose(name)
+    except ValueError as error:
+        pytest.skip(str(error))
+    assert not isa or made.isa == isa
+    return name
 
 
 def shards(attn, p: Problem):

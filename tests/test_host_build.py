@@ -170,6 +170,26 @@ def test_a_cache_that_cannot_be_written_to_means_numpy(cache, monkeypatch, where
     assert len(told) == 1
 
 
+@needs_compiler
+def test_a_file_of_another_user_is_not_loaded(cache, source, builds, monkeypatch):
+    compile.load("answer", source, FLAGS)
+    (path,) = cache.glob("*.so")
+    assert compile._sound(path)
+    real = os.fstat
+
+    def fstat(handle):
+        state = list(real(handle))
+        state[stat.ST_UID] += 1
+        return os.stat_result(state)
+
+    before = path.stat().st_ino
+    with monkeypatch.context() as patched:
+        patched.setattr(compile.os, "fstat", fstat)
+        assert not compile._sound(path)
+        assert compile.load("answer", source, FLAGS).answer() == 42
+    assert len(builds) == 2 and path.stat().st_ino != before and compile._sound(path)
+
+
 def test_a_folder_that_others_may_write_to_is_refused(cache):
     cache.mkdir()
     cache.chmod(0o777)
@@ -249,6 +269,32 @@ def test_sixty_four_processes_and_one_compile(cache, source, tmp_path):
     assert len(list(cache.glob("*.so"))) == 1
 
 
+EIGHTH = """
+import sys
+import numpy as np
+sys.path.insert(0, {here!r})
+import host_kit as kit
+from burstmpi.backends.host import HostBackend
+q, k, v, _ = kit.arrays(np.random.default_rng(0), 1, 30, 40, 2, 1, 8, 8, "float32")
+out, lse = kit.forward(HostBackend("portable", threads=1), q, k, v, causal=True)
+print(np.abs(out - kit.exact(q, q, k, v, causal=True)[0]).max() < 1e-5, out.tobytes().hex())
+"""
+
+
+@needs_compiler
+def test_eight_processes_and_one_compile_of_the_kernels(cache, tmp_path):
+    """The real ones, without optimizing: the question is who compiles."""
+    log, wrapper, program = tmp_path / "log", tmp_path / "mycc", tmp_path / "eighth.py"
+    wrapper.write_text(f'#!/bin/sh\nfor x in "$@"; do case $x in *.c) basename $x >> {log};; esac; done\nexec {compile.compiler()[0]} "$@" -O0\n')
+    wrapper.chmod(0o755)
+    program.write_text(EIGHTH.format(here=str(HERE)))
+    environ = {**os.environ, "CC": str(wrapper), "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    ranks = [subprocess.Popen([sys.executable, str(program)], env=environ, stdout=subprocess.PIPE, text=True) for _ in range(8)]
+    told = [rank.communicate(timeout=120)[0] for rank in ranks]
+    assert len(set(told)) == 1 and told[0].startswith("True ")
+    assert sorted(log.read_text().split()) == ["attend.c", "probe.c"] and len(list(cache.glob("*.so"))) == 2
+
+
 SANITIZED = """
 import sys
 import numpy as np
@@ -281,7 +327,7 @@ def test_sanitizers_report_nothing(isa, tmp_path):
     found = subprocess.run([*compile.compiler(), "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
     if not os.path.isabs(found):
         pytest.skip("this compiler has no libasan")
-    flags = ("-fsanitize=address,undefined", "-fno-sanitize=alignment", "-fno-sanitize-recover=undefined", "-O1", "-g")
+    flags = ("-fsanitize=address,undefined", "-fno-sanitize=alignment", "-fno-sanitize-recover=undefined", "-O1", "-g", "-DBURST_GUARD")
     dtypes = {"amx": ["bfloat16", "float32"], "amx-bf16": ["bfloat16"], "avx512bf16": ["bfloat16"]}.get(isa, ["float32", "float16", "float64"])
     program = tmp_path / "sanitized.py"
     program.write_text(SANITIZED.format(here=str(HERE), isa=isa, flags=flags, dtypes=dtypes))
@@ -330,12 +376,16 @@ def test_nothing_is_computed_from_empty_blocks():
 
 
 @needs_compiler
+@pytest.mark.parametrize("other", ["", "clang"], ids=["cc", "clang"])
 @pytest.mark.parametrize("which", list(host.FLAGS), ids="-".join)
-def test_no_variant_has_a_warning(which):
+def test_no_variant_has_a_warning(which, other):
     if which[0] != "portable" and compile.platform.machine() != "x86_64":
         pytest.skip(f"{which[0]} is of x86")  # the compiler is asked, not the CPU
+    if other and compile.shutil.which(other) is None:
+        pytest.skip(f"no {other}")
     source = host._sources() / "attend.c"
     flags = [flag for flag in (*host.BASE_FLAGS, *host.FLAGS[which]) if flag not in ("-O3", "-shared")]
-    command = [*compile.compiler(), *flags, "-Wall", "-Wextra", "-Werror", "-fopenmp", "-fsyntax-only", str(source)]
+    threads = ["-pthread", "-DBURST_PTHREADS"] if other else ["-fopenmp"]  # clang's OpenMP is a package of its own
+    command = [*([other] if other else compile.compiler()), *flags, "-Wall", "-Wextra", "-Werror", *threads, "-fsyntax-only", str(source)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import subprocess
 from pathlib import Path
@@ -83,6 +84,64 @@ def test_on_arm(dtype, vectors, tmp_path):
         check(*attend([emulator, str(program)], tmp_path, case, dtype, threads=2), dtype)
 
 
+FUSED = """
+#include <stdio.h>
+#include "vec.h"
+int main(void)
+{
+    unsigned state = 1, wrong = 0;
+    for (int n = 0; n < 20000; n++) {
+        const REAL b = (REAL)1.44269504088896340736;
+        vec a, c;
+        for (int i = 0; i < LANES; i++) {
+            state = state * 1664525u + 1013904223u;
+            a[i] = (REAL)((int)state * 0x1p-20);
+            c[i] = a[i] * b;
+        }
+        const vec got = fused(a, b, c);
+        for (int i = 0; i < LANES; i++)
+            wrong += got[i] != (REAL)(sizeof(REAL) == 8 ? fma((double)a[i], (double)b, -(double)c[i]) : (double)a[i] * (double)b - (double)c[i]);
+    }
+    return wrong != 0;
+}
+"""
+
+
+@pytest.mark.parametrize("real", ["float", "double"])
+@pytest.mark.parametrize("more", [(), ("-mfma",), ("-mavx2", "-mfma", "-DBURST_AVX2")], ids=["portable", "fma", "avx2"])
+@pytest.mark.parametrize("compiler", ["gcc", "clang"])
+def test_a_product_and_a_difference_are_rounded_once(compiler, more, real, tmp_path):
+    """Also where the compiler may contract: the product's rounding error must be in it once, neither never nor twice."""
+    if shutil.which(compiler) is None or platform.machine() != "x86_64":
+        pytest.skip(f"no {compiler} for x86")
+    if more and host.missing("avx2"):
+        pytest.skip("this CPU has no FMA")
+    source, program = tmp_path / "fused.c", tmp_path / "fused"
+    source.write_text(FUSED)
+    words = [compiler, *FLAGS, *more, *(["-DBURST_DOUBLE"] if real == "double" else []), f"-I{host._sources()}", str(source), "-o", str(program), "-lm"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert subprocess.run([str(program)], timeout=60).returncode == 0
+
+
+BUILDS = {"portable": ["float32", "float16", "bfloat16"], "portable-double": ["float64"], "avx2": ["float32", "float16", "bfloat16"], "avx2-double": ["float64"]}
+
+
+@pytest.mark.parametrize("which", ["portable", *(pytest.param(name, marks=pytest.mark.slow) for name in BUILDS if name != "portable")])
+def test_by_clang(which, tmp_path):
+    """What clang makes of the sources, where it is installed; gcc is not asked."""
+    compiler = shutil.which("clang")
+    if compiler is None:
+        pytest.skip("no clang")
+    isa, _, double = which.partition("-")
+    if host.missing(isa):
+        pytest.skip(f"this CPU has no {', '.join(host.missing(isa))}")
+    program = build([compiler], tmp_path, *host.FLAGS[isa, "float64" if double else "float32"], "-pthread", "-DBURST_PTHREADS")
+    for dtype in BUILDS[which]:
+        for case in CASES:
+            check(*attend([str(program)], tmp_path, case, dtype, threads=2), dtype)
+
+
 def thread_sanitizer():
     compiler = shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
@@ -133,3 +192,55 @@ def test_the_thread_sanitizer_would_notice(tmp_path):
             assert "data race" in str(error)
             return
     pytest.fail("twenty runs without a turn, and no race was reported")
+
+
+def address_sanitizer():
+    compiler = shutil.which("gcc")
+    if compiler is None:
+        return None
+    found = subprocess.run([compiler, "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
+    return compiler if os.path.isabs(found) else None
+
+
+SHORTER = """
+#include <stdlib.h>
+static int64_t shorter(int which)
+{
+    const char *sown = getenv("SOWN");
+    return sown && atoi(sown) == which ? atoi(getenv("SHORTER")) : 0;
+}
+#define TAKE(arena, type, count) ((type *)take(arena, ((int64_t)(count) - shorter(__COUNTER__)) * (int64_t)sizeof(type)))
+"""
+
+
+def test_the_address_sanitizer_would_notice(tmp_path):
+    """All buffers lie in one piece of memory, with gaps between them: each in its turn is too short by one number.
+
+    Of some, the last numbers are the padding of a row, which nobody touches; those are made shorter by 64.
+    """
+    compiler = address_sanitizer()
+    if compiler is None:
+        pytest.skip("no compiler with an address sanitizer")
+    broken = tmp_path / "broken"
+    shutil.copytree(host._sources(), broken)
+    text = (broken / "tasks.h").read_text()
+    if "BURST_GUARD" not in text:
+        pytest.skip("tasks.h leaves no gaps behind buffers")
+    (line,) = [line for line in text.splitlines() if line.startswith("#define TAKE(")]
+    (broken / "tasks.h").write_text(text.replace(line, SHORTER))
+    buffers = sum((broken / name).read_text().count(" = TAKE(") for name in ("tasks.h", "tile.h", "state.h", "gradient.h", "forward.h", "backward.h"))
+    flags = ["-fsanitize=address", "-g", "-O0", "-pthread", "-DBURST_PTHREADS", "-DBURST_GUARD", f"-I{broken}"]
+    program = build([compiler], tmp_path, *flags)
+
+    def caught(**sown):
+        try:
+            attend([str(program)], tmp_path, CASES[0], "float32", 2, ASAN_OPTIONS="detect_leaks=0 symbolize=0", **sown)
+        except AssertionError as error:
+            assert "use-after-poison" in str(error), error
+            return True
+        return False
+
+    assert not caught() and not caught(SOWN=str(buffers), SHORTER="64")
+    assert buffers > 30
+    padded = [which for which in range(buffers) if not caught(SOWN=str(which), SHORTER="1")]
+    assert len(padded) <= 4 and all(caught(SOWN=str(which), SHORTER="64") for which in padded), padded

@@ -45,5 +45,5 @@ def test_float32_error_beside_torch(isa, causal, gain):
     grads = kit.backward(backend, dout, q, k, v, out, lse, causal=causal)
     theirs = torch_run(dout, q, k, v, causal)
     for name, mine, other, want in zip(("out", "dq", "dk", "dv"), (out, *grads), theirs, (true[0], *true[2:])):
-        error, beside = kit.rms(mine - want), kit.rms(other - want)
+        error, beside = kit.error(name, mine, want), kit.error(f"torch's {name}", other, want)
         assert error <= 1.5 * beside, f"{name}: error {error:.3g}, torch's {beside:.3g}"

@@ -1,31 +1,33 @@
-"""The whole way, under MPI: rules × layouts × types × both backward ways, against dense attention."""
+"""The whole way, under MPI: rules × layouts × types × both backward ways, against dense attention.
 
+Of the instruction sets that this CPU has, one rank runs them all, and more ranks the first, with a part for the others.
+BURSTMPI_ISA=portable ./mpi_run.sh test -n 1,2,3,4,7 tests/test_ring.py runs all of it by that one.
+"""
+
+import os
 from functools import cache
 
 import numpy as np
 import pytest
 from mpi4py import MPI
-from support import LAYOUTS, RULES, TYPES, check, collect, layout_of, problem, rules, run, shards, truth
+from support import LAYOUTS, RULES, TYPES, check, collect, forced, layout_of, problem, rules, run, shards, truth
 
 import burstmpi
 from burstmpi import BurstAttention
-from burstmpi.backends import choose
+from burstmpi.backends.host import available
 
 pytestmark = pytest.mark.mpi
 
 LENGTH = 29
 
 # The ring does not know who computes: on one and two ranks every backend goes round, on more ranks the default one.
-BACKENDS = ("host", "numpy") if MPI.COMM_WORLD.size <= 2 else ("auto",)
+OTHERS = () if os.environ.get("BURSTMPI_ISA") else tuple(f"host-{isa}" for isa in available()[1:])
+BACKENDS = {1: ("host", *OTHERS, "numpy"), 2: ("host", "numpy")}.get(MPI.COMM_WORLD.size, ("auto",))
 
 
-def backend_of(name):
-    """A backend's name; skips where it cannot be had on this machine."""
-    try:
-        choose(name)
-    except ValueError as error:
-        pytest.skip(str(error))
-    return name
+@pytest.fixture
+def backend(request, monkeypatch):
+    return forced(request.param, monkeypatch)
 
 
 @cache
@@ -35,28 +37,39 @@ def case(rule, nk, dtype, **shape):
     return p, options, truth(p, options)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", BACKENDS, indirect=True)
 @pytest.mark.parametrize("backward", ["q", "kv"])
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("rule", RULES)
 def test_self_attention(comm, rule, layout, dtype, backward, backend):
     p, options, expected = case(rule, LENGTH, dtype)
-    options = options | {"backend": backend_of(backend), "backward": backward}
+    options = options | {"backend": backend, "backward": backward}
     with BurstAttention(comm, layout=layout_of(layout, LENGTH, LENGTH, comm), **options) as attn:
         check(run(attn, p), expected)
         assert attn.stats.travels == backward
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", BACKENDS, indirect=True)
 @pytest.mark.parametrize("backward", ["q", "kv"])
 @pytest.mark.parametrize("nk", [12, 40])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("rule", RULES)
 def test_cross_attention(comm, rule, layout, nk, backward, backend):
     p, options, expected = case(rule, nk, "float64")
-    options = options | {"backend": backend_of(backend), "backward": backward}
+    options = options | {"backend": backend, "backward": backward}
     with BurstAttention(comm, layout=layout_of(layout, LENGTH, nk, comm), **options) as attn:
+        check(run(attn, p), expected)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("backend", OTHERS, indirect=True)
+@pytest.mark.parametrize("backward", ["q", "kv"])
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("rule, layout", [("full", "mixed"), ("causal", "zigzag"), ("everything", "striped")])
+def test_other_instruction_sets(comm, rule, layout, dtype, backward, backend):
+    p, options, expected = case(rule, LENGTH, dtype)
+    with BurstAttention(comm, layout=layout_of(layout, LENGTH, LENGTH, comm), backend=backend, backward=backward, **options) as attn:
         check(run(attn, p), expected)
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from support import TYPES, check, collect, problem, run, shards, truth
+from support import TYPES, check, collect, forced, problem, run, shards, truth
 
 from burstmpi import BurstAttention
 
@@ -101,7 +101,8 @@ def test_of_two_equal_ways_backward_takes_the_papers(comm):
 
 
 @pytest.mark.mpi(ranks=2)
-def test_mpi_gets_its_progress_between_tiles(comm, monkeypatch):
+@pytest.mark.parametrize("backend", ["numpy", "host"])
+def test_mpi_gets_its_progress_between_tiles(comm, monkeypatch, backend):
     """While a block is computed, the requests of the step are tested again and again."""
     from burstmpi import ring
 
@@ -115,16 +116,21 @@ def test_mpi_gets_its_progress_between_tiles(comm, monkeypatch):
 
     ring_request = ring.MPI.Request
     monkeypatch.setattr(ring.MPI, "Request", Request)
+    monkeypatch.setattr("burstmpi.backends.host.PROGRESS", 0)  # ns: between all tiles, in place of every 0.25 ms
     p = problem(64, dtype="float32")
-    with BurstAttention(comm, backend="numpy") as attn:
-        q, k, v, _ = shards(attn, p)
-        attn.forward(q, k, v)
+    with BurstAttention(comm, backend=forced(backend, monkeypatch)) as attn:
+        q, k, v, dout = shards(attn, p)
+        out, lse = attn.forward(q, k, v)
         monkeypatch.setattr("burstmpi.backends.numpy.KEYS", 4)
         monkeypatch.setattr(attn._ring, "_wait", lambda pending: [p.request.Wait() for p in pending])
         tested.clear()
         attn.forward(q, k, v)  # the plan, and with it the room for tiles, is that of larger tiles
         tiles = attn.stats.tiles
-    assert tiles > 16 and sum(n == 2 for n in tested) >= 8  # one receive and one send, in every tile of step 0
+        # one receive and one send, in every tile of step 0
+        assert tiles >= 16 and sum(n == 2 for n in tested) >= 8
+        tested.clear()
+        attn.backward(dout, q, k, v, out, lse)
+        assert sum(n == 3 for n in tested) >= 8  # the gradients that come home are awaited too
 
 
 @pytest.mark.mpi(ranks=4)

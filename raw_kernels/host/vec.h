@@ -110,7 +110,7 @@ INLINE vec fused(vec a, REAL b, vec c)
     return (vec)_mm256_fmsub_pd((__m256d)a, _mm256_set1_pd(b), (__m256d)c);
 #elif defined(BURST_AVX2)
     return (vec)_mm256_fmsub_ps((__m256)a, _mm256_set1_ps(b), (__m256)c);
-#elif defined(__FP_FAST_FMA) && defined(__FP_FAST_FMAF)
+#elif (defined(__FP_FAST_FMA) && defined(__FP_FAST_FMAF)) || defined(__FMA__) || defined(__ARM_FEATURE_FMA) /* clang has only these */
     vec r;
     UNROLL for (int i = 0; i < LANES; i++)
         r[i] = sizeof(REAL) == 8 ? (REAL)__builtin_fma(a[i], b, -c[i]) : (REAL)__builtin_fmaf((float)a[i], (float)b, (float)-c[i]);
