@@ -174,7 +174,7 @@ def test_a_cache_that_cannot_be_written_to_means_numpy(cache, monkeypatch, where
 def test_a_file_of_another_user_is_not_loaded(cache, source, builds, monkeypatch):
     compile.load("answer", source, FLAGS)
     (path,) = cache.glob("*.so")
-    assert compile._sound(path)
+    assert compile._loaded(path)
     real = os.fstat
 
     def fstat(handle):
@@ -185,9 +185,9 @@ def test_a_file_of_another_user_is_not_loaded(cache, source, builds, monkeypatch
     before = path.stat().st_ino
     with monkeypatch.context() as patched:
         patched.setattr(compile.os, "fstat", fstat)
-        assert not compile._sound(path)
+        assert not compile._loaded(path)
         assert compile.load("answer", source, FLAGS).answer() == 42
-    assert len(builds) == 2 and path.stat().st_ino != before and compile._sound(path)
+    assert len(builds) == 2 and path.stat().st_ino != before and compile._loaded(path)
 
 
 def test_a_folder_that_others_may_write_to_is_refused(cache):

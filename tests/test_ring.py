@@ -14,6 +14,7 @@ from support import LAYOUTS, RULES, TYPES, check, collect, forced, layout_of, pr
 
 import burstmpi
 from burstmpi import BurstAttention
+from burstmpi.backends import choose
 from burstmpi.backends.host import available
 
 pytestmark = pytest.mark.mpi
@@ -91,12 +92,14 @@ def test_any_length_on_any_number_of_ranks(comm, nq, nk, layout, backward):
         check(run(attn, p), truth(p, {"causal": True}))
 
 
+@pytest.mark.parametrize("backend", ["host", *OTHERS], indirect=True)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("backward", ["q", "kv"])
-def test_ranks_that_differ_by_a_row(comm, backward, dtype):
+def test_ranks_that_differ_by_a_row(comm, backward, dtype, backend):
     """Kernels of the CPU take queries in groups of panels; one row more makes two smaller groups of a large one."""
-    p = problem(comm.size * 24 * choose(backend_of("host"))._of(dtype)[-1].tile_rows + 1, 20, batch=1, heads=16, kv_heads=16, d=4, dv=4, dtype=dtype)
-    with BurstAttention(comm, layout="contiguous", backend="host", backward=backward) as attn:
+    rows = comm.size * 24 * choose(backend)._of(dtype)[-1].tile_rows + 1
+    p = problem(rows, 20, batch=1, heads=16, kv_heads=16, d=4, dv=4, dtype=dtype)
+    with BurstAttention(comm, layout="contiguous", backend=backend, backward=backward) as attn:
         check(run(attn, p), truth(p, {}))
 
 
