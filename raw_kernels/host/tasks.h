@@ -29,7 +29,12 @@
 
 /* ---------------------------------------------------------------- scratch */
 
-/* With base NULL it only counts: sizes are told and memory is cut by the same code. */
+/* With base NULL it only counts: sizes are told and memory is cut by the same code.  With -DBURST_GUARD, for the address
+ * sanitizer, a gap follows each buffer, and whoever touches it is reported. */
+#ifdef BURST_GUARD
+#include <sanitizer/asan_interface.h>
+#define GAP 2048
+#endif
 typedef struct {
     char *base;
     int64_t used;
@@ -39,6 +44,13 @@ INLINE void *take(arena *a, int64_t bytes)
 {
     char *p = a->base ? a->base + a->used : NULL;
     a->used += ROUND_UP(bytes, ALIGNMENT);
+#ifdef BURST_GUARD
+    a->used += GAP;
+    if (p) { /* the scratch may have been cut otherwise before */
+        ASAN_UNPOISON_MEMORY_REGION(p, bytes);
+        ASAN_POISON_MEMORY_REGION(p + bytes, a->base + a->used - p - bytes);
+    }
+#endif
     return p;
 }
 #define TAKE(arena, type, count) ((type *)take(arena, (int64_t)(count) * (int64_t)sizeof(type)))
