@@ -204,19 +204,19 @@ def address_sanitizer():
 
 SHORTER = """
 #include <stdlib.h>
-static int64_t shorter(int which)
+static int64_t shorter(int64_t count, int which)
 {
     const char *sown = getenv("SOWN");
-    return sown && atoi(sown) == which ? atoi(getenv("SHORTER")) : 0;
+    return sown && atoi(sown) == which ? MAX(0, count - atoi(getenv("SHORTER"))) : count;
 }
-#define TAKE(arena, type, count) ((type *)take(arena, ((int64_t)(count) - shorter(__COUNTER__)) * (int64_t)sizeof(type)))
+#define TAKE(arena, type, count) ((type *)take(arena, shorter(count, __COUNTER__) * (int64_t)sizeof(type)))
 """
 
 
 def test_the_address_sanitizer_would_notice(tmp_path):
     """All buffers lie in one piece of memory, with gaps between them: each in its turn is too short by one number.
 
-    Of some, the last numbers are the padding of a row, which nobody touches; those are made shorter by 64.
+    Of some, the last numbers are the padding of a row, or room for other blocks, which nobody touches; those are made shorter by 64.
     """
     compiler = address_sanitizer()
     if compiler is None:
@@ -243,4 +243,4 @@ def test_the_address_sanitizer_would_notice(tmp_path):
     assert not caught() and not caught(SOWN=str(buffers), SHORTER="64")
     assert buffers > 30
     padded = [which for which in range(buffers) if not caught(SOWN=str(which), SHORTER="1")]
-    assert len(padded) <= 4 and all(caught(SOWN=str(which), SHORTER="64") for which in padded), padded
+    assert len(padded) <= 5 and all(caught(SOWN=str(which), SHORTER="64") for which in padded), padded
