@@ -298,6 +298,16 @@ def test_no_bank_conflicts_full_sectors_bytes_of_the_formula(d, arch, rows_q):
     assert counters.bank_conflicts == 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("d", tiles.HEAD_DIMS)
+@pytest.mark.parametrize("arch", [arch for arch in tiles.ARCHITECTURES if arch != "89"])  # sm_89: the text of sm_86
+def test_no_bank_conflicts_on_any_architecture(arch, d):
+    tile = tiles.backward(arch, "float16", d, d).tile
+    case = Case(1, 2 * tile.queries, 2 * tile.keys, 1, 1, d, d, dtype="float16")
+    assert counted(case, "backward", arch).bank_conflicts == 0
+    assert counted(case, "backward_queries", arch, deterministic=True).bank_conflicts == 0
+
+
 # ---------------------------------------------------------------- what ptxas made of it
 
 needs_nvdisasm = pytest.mark.skipif(sass.nvdisasm() is None, reason="nvdisasm is missing")
@@ -364,6 +374,7 @@ def test_nothing_in_local_memory_anywhere(direction, arch, d, with_dq, dtype):
 
 def clean(direction, arch, d, with_dq, dtype):
     _, full, cut = paths(direction, arch, dtype, *(d if isinstance(d, tuple) else (d, d)), WITH_DQ=with_dq)
+    assert cut.x <= 1.6 * full.x
     assert full.local == 0 and cut.local <= (LEFT.get((arch, d, with_dq), 0) if direction == "backward" else 0)
 
 
