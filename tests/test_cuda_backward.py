@@ -162,6 +162,7 @@ def test_half_of_v_in_registers():
 # (arch, d, dv): native ones, filled up ones, unequal ones
 DIMS = [("80", 32, 32), ("80", 96, 96), ("90", 128, 128), ("90", 192, 192), ("80", 256, 256), ("80", 192, 128), ("120", 128, 128), ("80", 40, 72)]
 DIMS += [(arch, *dims) for arch in ("75", "80", "90", "120") for dims in ((32, 64), (64, 32))]  # fewer columns than an entry of 64 keeps
+DIMS += [("120", 32, 256)]
 MORE = [(a, d, dv) for a in ("75", "80", "90", "120") for d, dv in [*((n, n) for n in (8, 32, 64, 72, 96, 128, 192, 200, 256)), (192, 128), (40, 136)]]  # fmt: skip
 
 
@@ -171,12 +172,14 @@ def test_head_dims(arch, d, dv):
 
 
 def test_no_more_steps_are_kept_than_there_are():
+    """And where all of V is kept, it fits shared memory on its way to registers."""
     for arch in tiles.ARCHITECTURES:
         for d in tiles.HEAD_DIMS:
             for dv in tiles.HEAD_DIMS:
                 told, alone = (of(arch, "float16", d, dv).defines for of in (tiles.backward, tiles.backward_queries))
                 assert max(told["K_KEPT"], told["Q_KEPT"], alone["Q_KEPT"]) <= d // 16, (arch, d, dv)
                 assert max(told["V_KEPT"], alone["DO_KEPT"]) <= dv // 16, (arch, d, dv)
+                assert told["V_KEPT"] < dv // 16 or told["TILE_K"] * (2 * dv + told["PAD"]) <= told["SHARED"], (arch, d, dv)
 
 
 @pytest.mark.slow

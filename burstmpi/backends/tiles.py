@@ -235,6 +235,7 @@ _SMALL = {
     128: _Gradients(64, 128, 8, 1, 1, 32, 32, 0, 8, 1, pins=1288),
     192: _Gradients(64, 64, 8, 2, 1, 32, 32, 0, 12, 1, pins=1280),
     256: _Gradients(32, 64, 8, 2, 1, 16, 16, 0, 16, 1, dq_part=2, pins=384),
+    (32, 256): _Gradients(32, 64, 8, 2, 1, 16, 16, 0, 0, 1, dq_part=2, pins=384),  # V on its way to registers finds no room
 }
 _BACKWARD = {
     "80": {**_LARGE, (192, 128): replace(_LARGE[192], pins=0, pins_alone=1280)},
