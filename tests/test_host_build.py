@@ -175,14 +175,13 @@ def test_a_file_of_another_user_is_not_loaded(cache, source, builds, monkeypatch
     compile.load("answer", source, FLAGS)
     (path,) = cache.glob("*.so")
     assert compile._loaded(path)
-    real = os.fstat
+    real, before = os.fstat, path.stat().st_ino
 
     def fstat(handle):
         state = list(real(handle))
-        state[stat.ST_UID] += 1
+        state[stat.ST_UID] += state[stat.ST_INO] == before
         return os.stat_result(state)
 
-    before = path.stat().st_ino
     with monkeypatch.context() as patched:
         patched.setattr(compile.os, "fstat", fstat)
         assert not compile._loaded(path)

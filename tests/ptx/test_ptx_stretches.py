@@ -402,6 +402,7 @@ def test_kernels_leave_the_same(name, switches, monkeypatch):
 
 def test_without_a_compiler_numpy_serves(monkeypatch, tmp_path):
     monkeypatch.setenv("CC", str(tmp_path / "none"))
+    monkeypatch.setenv("BURSTMPI_CACHE", str(tmp_path / "cache"))  # nor anything that one has built
     assert stretches._core.__wrapped__("") is None
     with pytest.raises(stretches.compile.BuildError, match="no such compiler"):
         stretches._core.__wrapped__("c")
