@@ -327,7 +327,7 @@ def test_sanitizers_report_nothing(isa, tmp_path):
     if not os.path.isabs(found):
         pytest.skip("this compiler has no libasan")
     flags = ("-fsanitize=address,undefined", "-fno-sanitize=alignment", "-fno-sanitize-recover=undefined", "-O1", "-g", "-DBURST_GUARD")
-    dtypes = {"amx": ["bfloat16", "float32"], "amx-bf16": ["bfloat16"], "avx512bf16": ["bfloat16"]}.get(isa, ["float32", "float16", "float64"])
+    dtypes = {"amx": ["bfloat16", "float32"], "amx-bf16": ["bfloat16"], "avx512bf16": ["bfloat16"], "portable": ["float32", "float16"]}.get(isa, ["float32", "float16", "float64"])
     program = tmp_path / "sanitized.py"
     program.write_text(SANITIZED.format(here=str(HERE), isa=isa, flags=flags, dtypes=dtypes))
     environ = {

@@ -92,6 +92,7 @@ def test_any_length_on_any_number_of_ranks(comm, nq, nk, layout, backward):
         check(run(attn, p), truth(p, {"causal": True}))
 
 
+@pytest.mark.mpi(ranks=2)
 @pytest.mark.parametrize("backend", ["host", *OTHERS], indirect=True)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("backward", ["q", "kv"])
