@@ -73,8 +73,8 @@ def test_head_dims_that_are_filled_up(d, dv, dtype):
 
 
 @pytest.mark.parametrize("arch,dtype,d,dv", [
-    ("75", "float16", 64, 64), ("75", "float16", 128, 128), ("90", "bfloat16", 64, 64), ("100", "bfloat16", 128, 128), ("120", "bfloat16", 128, 128),
-    *(pytest.param("75", "float16", d, dv, marks=pytest.mark.slow) for d, dv in ((256, 256), (40, 96))),
+    ("75", "float16", 64, 64), ("75", "float16", 128, 128), ("75", "float16", 32, 256), ("75", "float16", 256, 96), ("90", "bfloat16", 64, 64), ("100", "bfloat16", 128, 128), ("120", "bfloat16", 128, 128),
+    *(pytest.param("75", "float16", d, dv, marks=pytest.mark.slow) for d, dv in ((256, 256), (40, 96), (96, 256), (256, 32))),
     *(pytest.param("90", dtype, 128, 128, marks=pytest.mark.slow) for dtype in HALVES),
     *(pytest.param("120", dtype, d, dv, marks=pytest.mark.slow) for dtype in HALVES for d, dv in ((64, 64), (192, 128), (256, 256))),
 ])  # fmt: skip

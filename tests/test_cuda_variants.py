@@ -4,6 +4,7 @@ A few with the compiler at hand in the default run; all of them, with the two ol
 that differ by more than a switch of the scores, and to PTX, by the compiler's front end alone, the others.
 """
 
+import itertools
 import re
 import sys
 import time
@@ -62,6 +63,16 @@ def test_all_variants(version, arch, dtype):
                 machine_code = variant.fill == 0 and (bend in ("plain", "both") or variant.source == "backward")
                 seconds = quiet(toolkit, arch, variant.source, dict(variant.defines), machine_code)
                 assert version != "installed" or seconds < 60, (variant, seconds)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [x for x in DTYPES if x != "bfloat16"])  # which is float16 but for a name
+@pytest.mark.parametrize("arch", [x for x in tiles.ARCHITECTURES if x != "89"])  # which is sm_86 here
+def test_all_pairs_of_head_dims(arch, dtype):
+    """Those that differ, to PTX: what does not fit does not compile."""
+    for d, dv in itertools.permutations(tiles.HEAD_DIMS, 2):
+        for variant in variants(arch, dtype, d, dv, "plain", fills=(0,)):
+            quiet(default_toolkit(), arch, variant.source, dict(variant.defines), machine_code=False)
 
 
 @pytest.mark.slow

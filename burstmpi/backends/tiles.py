@@ -116,7 +116,7 @@ class _Forward:
         return held + 2 * self.keys * 4 + self.warps * 96
 
 
-# (the wider of the two padded head dims) -> tile, for each amount of shared memory.  32 rows a warp where registers
+# (the pair of padded head dims, or else the wider of them) -> tile, for each amount of shared memory.  32 rows a warp where registers
 # allow it: with 16, shared memory feeds K and V to half as many products, and binds.
 _FORWARD = {
     "large": {  # sm_80, 90, 100: 163 KB and more
@@ -142,6 +142,9 @@ _FORWARD = {
         128: _Forward(64, 32, 4, 1, False, 32, 1),
         192: _Forward(64, 32, 4, 1, False, 32, 1),
         256: _Forward(64, 16, 4, 1, False, 16, 1),
+        # four warps copy 32 short rows at once, more than such a tile of keys has
+        **{(d, 256): _Forward(64, 32, 4, 1, False, 32, 1) for d in (32, 96)},
+        **{(256, dv): _Forward(32, 16, 2, 1, False, 16, 1) for dv in (32, 96)},
     },
 }
 _FORWARD["100"] = {**_FORWARD["large"], 128: replace(_FORWARD["large"][128], keeps_rows=False)}
@@ -159,7 +162,8 @@ def forward(arch: str, dtype: str, d: int, dv: int) -> Kernel:
         raise ValueError(f"dtype: bfloat16 needs tensor cores of sm_80 or newer, this GPU is sm_{arch}; use float16")
     padded_d, padded_dv = padded(d), padded(dv)
     small = SHARED_LIMIT[arch] < 163 << 10
-    shape = _FORWARD[arch if arch in _FORWARD else "small" if small else "large"][max(padded_d, padded_dv)]
+    shapes = _FORWARD[arch if arch in _FORWARD else "small" if small else "large"]
+    shape = shapes.get((padded_d, padded_dv)) or shapes[max(padded_d, padded_dv)]
     tile = Tile(shape.queries, shape.keys, shape.warps, 2, shape.shared(padded_d, padded_dv), shape.resident)
     defines = {
         "TYPE": _HALVES[dtype],
