@@ -98,6 +98,11 @@ def spoil_plain(path):
     path.write_bytes(path.read_bytes()[: -compile.TRAILER])
 
 
+def sound(path):
+    with open(path, "rb") as file:
+        return compile._sound(file.fileno()) and not path.is_symlink()
+
+
 @needs_compiler
 @pytest.mark.parametrize("spoil", [spoil_flip, spoil_cut, spoil_rights, spoil_link, spoil_plain])
 def test_a_damaged_or_planted_file_is_not_loaded(cache, source, builds, spoil):
@@ -106,11 +111,11 @@ def test_a_damaged_or_planted_file_is_not_loaded(cache, source, builds, spoil):
     os.replace(path, path.with_suffix(".old"))  # what is loaded must not be written to
     path.write_bytes(path.with_suffix(".old").read_bytes())
     path.chmod(0o600)
-    assert compile._loaded(path)
+    assert sound(path)
     spoil(path)
-    assert not compile._loaded(path)
+    assert not sound(path)
     assert compile.load("answer", source, FLAGS).answer() == 42
-    assert len(builds) == 2 and compile._loaded(path) and not path.is_symlink()
+    assert len(builds) == 2 and sound(path)
 
 
 @needs_compiler
@@ -127,6 +132,16 @@ def test_what_is_loaded_is_what_was_looked_at(cache, source, tmp_path, monkeypat
     monkeypatch.setattr(compile, "_sound", lambda handle: real(handle) and not os.replace(tmp_path / "evil.so", path))
     assert compile._loaded(path).answer() == 42
     assert b"burstmpi" not in path.read_bytes()  # it was replaced
+
+
+@needs_compiler
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="no /proc")
+def test_a_library_keeps_one_file_open_however_often_it_is_asked_for():
+    host.HostBackend()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        host.HostBackend()
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 @needs_compiler

@@ -156,6 +156,9 @@ def cpu() -> tuple:
     return platform.machine(), *(found.get(name) for name in named)
 
 
+_LIBRARIES: dict[tuple[int, int], ctypes.CDLL] = {}  # by the device and number of their files, which stay open
+
+
 def _loaded(path: Path) -> ctypes.CDLL | None:
     """The library of a cached file that is this user's own, whole and unchanged; None where there is no such file."""
     try:
@@ -165,13 +168,19 @@ def _loaded(path: Path) -> ctypes.CDLL | None:
     if not _sound(handle):
         os.close(handle)
         return None
+    state = os.fstat(handle)
+    file = state.st_dev, state.st_ino
+    if file in _LIBRARIES:
+        os.close(handle)
+        return _LIBRARIES[file]
     # By its number, and open from now on: by its path it might be another file by now, and a number that comes twice another library.
     by_number = Path(f"/proc/self/fd/{handle}")
     try:
-        return ctypes.CDLL(str(by_number if by_number.exists() else path))
+        _LIBRARIES[file] = ctypes.CDLL(str(by_number if by_number.exists() else path))
     except OSError as error:
         os.close(handle)
         raise BuildError(f"{path}: cannot be loaded ({error}); set BURSTMPI_CACHE to a folder that allows it") from None
+    return _LIBRARIES[file]
 
 
 def _sound(handle: int) -> bool:
