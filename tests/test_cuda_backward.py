@@ -318,13 +318,9 @@ needs_nvdisasm = pytest.mark.skipif(sass.nvdisasm() is None, reason="nvdisasm is
 
 def paths(direction, arch, dtype, d, dv, **defines):
     """The kernel's listing, and the hot path of the loop over full tiles and of the one that masks; it compiles in less than 10 s of CPU."""
-    kernel = tiles.kernel(direction, arch, dtype, d, dv)
-    cubin = sass.compiled(kernel, arch, **defines)
-    assert cubin.seconds < 10, cubin.seconds
-    listing = cubin.kernel(direction)
-    products = 2 * (dv + d) + d * defines.get("WITH_DQ", 1) if direction == "backward" else 2 * d + dv
-    loops = kernels.gradient_loops(kernel, arch, products)
-    return listing, *(listing.hot_path(loops[name].hmma, least=loops[name].least) for name in ("full", "cut"))
+    found = kernels.figures(direction, arch, dtype, d, dv, **defines)
+    assert found.seconds < 10, found.seconds
+    return found.listing, found.full, found.cut
 
 
 @needs_nvdisasm

@@ -142,12 +142,23 @@ def test_by_clang(which, tmp_path):
             check(*attend([str(program)], tmp_path, case, dtype, threads=2), dtype)
 
 
-def thread_sanitizer():
-    compiler = shutil.which("gcc") or shutil.which("clang")
-    if compiler is None:
-        return None
-    found = subprocess.run([compiler, "-print-file-name=libtsan.so"], capture_output=True, text=True).stdout.strip()
-    return compiler if os.path.isabs(found) or "clang" in compiler else None
+def compiler_with(sanitizer, *names):
+    """The first of these compilers that is installed, if it has a sanitizer's library (clang always has); skips where there is none."""
+    compiler = next(filter(None, map(shutil.which, names)), None)
+    if compiler and "clang" not in compiler:
+        found = subprocess.run([compiler, f"-print-file-name=lib{sanitizer}.so"], capture_output=True, text=True).stdout.strip()
+        compiler = compiler if os.path.isabs(found) else None
+    return compiler or pytest.skip(f"no compiler with lib{sanitizer}")
+
+
+def sown(tmp_path, name, old, new):
+    """A copy of the sources with one text in place of another."""
+    folder = tmp_path / "broken"
+    shutil.copytree(host._sources(), folder)
+    text = (folder / name).read_text()
+    assert text.count(old) == 1
+    (folder / name).write_text(text.replace(old, new))
+    return folder
 
 
 @pytest.mark.parametrize("isa", list(host.ISAS))
@@ -155,9 +166,7 @@ def test_the_thread_sanitizer_reports_nothing(isa, tmp_path):
     """On POSIX threads: OpenMP's runtime is not instrumented, and its barriers would be reported."""
     if host.missing(isa):
         pytest.skip(f"this CPU has no {', '.join(host.missing(isa))}")
-    compiler = thread_sanitizer()
-    if compiler is None:
-        pytest.skip("no compiler with a thread sanitizer")
+    compiler = compiler_with("tsan", "gcc", "clang")
     if isa.startswith("amx"):
         pytest.skip("AMX's tile registers are asked for by Python; the vector kernels share its threads and turns")
     dtype = "bfloat16" if isa == "avx512bf16" else "float32"
@@ -174,14 +183,8 @@ def test_the_thread_sanitizer_reports_nothing(isa, tmp_path):
 
 def test_the_thread_sanitizer_would_notice(tmp_path):
     """With the release of a turn made relaxed and its order thrown away, two groups add to one dK at once."""
-    compiler = thread_sanitizer()
-    if compiler is None:
-        pytest.skip("no compiler with a thread sanitizer")
-    broken = tmp_path / "broken"
-    shutil.copytree(host._sources(), broken)
-    text = (broken / "gradient.h").read_text()
-    assert "memory_order_acquire) != mine" in text
-    (broken / "gradient.h").write_text(text.replace("memory_order_acquire) != mine", "memory_order_acquire) < 0 * mine"))
+    compiler = compiler_with("tsan", "gcc", "clang")
+    broken = sown(tmp_path, "gradient.h", "memory_order_acquire) != mine", "memory_order_acquire) < 0 * mine")
     flags = ["-fsanitize=thread", "-g", "-O1", "-pthread", "-DBURST_PTHREADS", f"-I{broken}"]
     program = build([compiler], tmp_path, *flags)
     case = (1, 2000, 96, 4, 1, 16, 16, {})
@@ -194,14 +197,7 @@ def test_the_thread_sanitizer_would_notice(tmp_path):
     pytest.fail("twenty runs without a turn, and no race was reported")
 
 
-def address_sanitizer():
-    compiler = shutil.which("gcc")
-    if compiler is None:
-        return None
-    found = subprocess.run([compiler, "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
-    return compiler if os.path.isabs(found) else None
-
-
+TAKE = "#define TAKE(arena, type, count) ((type *)take(arena, (int64_t)(count) * (int64_t)sizeof(type)))"
 SHORTER = """
 #include <stdlib.h>
 static int64_t shorter(int64_t count, int which)
@@ -218,15 +214,8 @@ def test_the_address_sanitizer_would_notice(tmp_path):
 
     Of some, the last numbers are the padding of a row, or room for other blocks, which nobody touches; those are made shorter by 64.
     """
-    compiler = address_sanitizer()
-    if compiler is None:
-        pytest.skip("no compiler with an address sanitizer")
-    broken = tmp_path / "broken"
-    shutil.copytree(host._sources(), broken)
-    text = (broken / "tasks.h").read_text()
-    assert "BURST_GUARD" in text
-    (line,) = [line for line in text.splitlines() if line.startswith("#define TAKE(")]
-    (broken / "tasks.h").write_text(text.replace(line, SHORTER))
+    compiler = compiler_with("asan", "gcc")
+    broken = sown(tmp_path, "tasks.h", TAKE, SHORTER)
     buffers = sum((broken / name).read_text().count(" = TAKE(") for name in ("tasks.h", "tile.h", "state.h", "gradient.h", "forward.h", "backward.h"))
     flags = ["-fsanitize=address", "-g", "-O0", "-pthread", "-DBURST_PTHREADS", "-DBURST_GUARD", f"-I{broken}"]
     program = build([compiler], tmp_path, *flags)

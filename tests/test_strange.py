@@ -90,10 +90,9 @@ def test_ring(comm, rule, layout, what, value, backward, backend):
 @pytest.mark.parametrize("rule", ["window", "documents, causal, window", "everything"])
 @pytest.mark.parametrize("what, value", [*CASES, ("q", -np.inf), ("k", -np.inf)])
 def test_ring_of_float32(comm, rule, what, value, backward, backend, monkeypatch):
-    options = rules(LENGTH, LENGTH, 4)[rule] | {"backend": forced(backend, monkeypatch)}
+    options = rules(LENGTH, LENGTH, 4)[rule]
     dirty = spoil(problem(LENGTH, dtype="float32"), what, 9, value)
-    with BurstAttention(comm, backward=backward, **options) as attn:
-        del options["backend"]
+    with BurstAttention(comm, backward=backward, backend=forced(backend, monkeypatch), **options) as attn:
         same(run(attn, dirty), expected_of(dirty, options), 2e-4)
 
 

@@ -150,6 +150,11 @@ _FORWARD = {
 _FORWARD["100"] = {**_FORWARD["large"], 128: replace(_FORWARD["large"][128], keeps_rows=False)}
 
 
+def _entry(shapes, d, dv):
+    """The shape of a pair of head dims: its own, or else that of the wider one."""
+    return shapes.get((d, dv)) or shapes[max(d, dv)]
+
+
 def forward(arch: str, dtype: str, d: int, dv: int) -> Kernel:
     """Give forward's kernel for an architecture, a type and head dims of Q, K and of V.
 
@@ -163,7 +168,7 @@ def forward(arch: str, dtype: str, d: int, dv: int) -> Kernel:
     padded_d, padded_dv = padded(d), padded(dv)
     small = SHARED_LIMIT[arch] < 163 << 10
     shapes = _FORWARD[arch if arch in _FORWARD else "small" if small else "large"]
-    shape = shapes.get((padded_d, padded_dv)) or shapes[max(padded_d, padded_dv)]
+    shape = _entry(shapes, padded_d, padded_dv)
     tile = Tile(shape.queries, shape.keys, shape.warps, 2, shape.shared(padded_d, padded_dv), shape.resident)
     defines = {
         "TYPE": _HALVES[dtype],
@@ -305,7 +310,7 @@ def backward(arch: str, dtype: str, d: int, dv: int) -> Kernel:
         bfloat16 on sm_75; a head dim that is no multiple of 8 or above 256.
     """
     kind, d, dv = _half(arch, dtype), padded(d), padded(dv)
-    shape = _BACKWARD[arch].get((d, dv)) or _BACKWARD[arch][max(d, dv)]
+    shape = _entry(_BACKWARD[arch], d, dv)
     kept_k, kept_v, kept_q = min(shape.kept_k, d // 16), min(shape.kept_v, dv // 16), min(shape.kept_q, d // 16)
     stays, pad = kept_v == dv // 16, shape.pad
     columns = shape.dq_columns or next(c for c in (4, 2) if c < shape.warps and d // 16 % c == 0 and (d % 64 == 0 or c == 2))

@@ -90,17 +90,12 @@ class Core:
     """lanes.c, loaded.  `operations` {name: (number, sizes of d, a, b, ...)}."""
 
     def __init__(self):
-        has = set()
-        try:
-            with open("/proc/cpuinfo") as file:
-                has = set(next((line for line in file if line.startswith("flags")), "").split())
-        except OSError:
-            pass
+        has = set(compile.cpuinfo().get("flags", "").split())
         vectors = list(VECTORS.values()) if has.issuperset(VECTORS) else []
         library = compile.load("ptx-lanes", Path(__file__).parent / "c" / "lanes.c", FLAGS + vectors)
         library.lanes_abi.restype = ctypes.c_int64
         if library.lanes_abi() != RECORD.itemsize * 1000000 + ctypes.sizeof(Memory) * 1000 + 16:
-            raise compile.BuildError("%s: not built from this lanes.c; remove it" % library._name)
+            raise compile.BuildError("ptx-lanes: not built from this lanes.c; empty the cache folder")
         library.lanes_name.restype = ctypes.c_char_p
         library.lanes_name.argtypes = [ctypes.c_int64, ctypes.c_char_p]
         self.operations = {}
