@@ -22,6 +22,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -216,21 +217,37 @@ def rules(backend, repeats, dtype="float32"):
     beside("subnormal inputs / causal", tiny, causal, repeats)
 
 
+def by_the_clock(run) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
 def threads(repeats):
-    """Two threads against one, by the clock on the wall: needs two idle cores."""
+    """Two threads against one, by the clock on the wall, and FMA on registers alone beside them: what two cores of this machine give."""
+    peak = Peak("avx512" if host.HostBackend().isa.startswith(("amx", "avx512")) else host.HostBackend().isa)
+    rounds = 30_000_000
+
+    def both():
+        other = threading.Thread(target=peak.run, args=(rounds // 2,))
+        other.start()
+        peak.run(rounds // 2)
+        other.join()
+
     for way in ("forward", "backward"):
-        ratios = []
         pair = [Ours(host.HostBackend(threads=n), "float32", 64, {"causal": True}, 8, 4096) for n in (1, 2)]
         for x in pair:
-            getattr(x, "forward")(), getattr(x, way)()
+            x.forward(), getattr(x, way)()
+        ratios, cores = [], []
         for _ in range(repeats):
-            times = []
-            for x in pair:
-                start = time.perf_counter()
-                getattr(x, way)()
-                times.append(time.perf_counter() - start)
-            ratios.append(times[0] / times[1])
-        print(f"two threads / one, {way}: median {statistics.median(ratios):.2f}, best {max(ratios):.2f}", flush=True)
+            one, two = (by_the_clock(getattr(x, way)) for x in pair)
+            ratios.append(one / two)
+            cores.append(by_the_clock(lambda: peak.run(rounds)) / by_the_clock(both))
+        print(
+            f"two threads / one, {way}: median {statistics.median(ratios):.2f}, best {max(ratios):.2f}; "
+            f"FMA alone: median {statistics.median(cores):.2f}, best {max(cores):.2f}",
+            flush=True,
+        )
 
 
 FIRST = """

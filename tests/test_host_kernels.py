@@ -11,7 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from burstmpi.backends import host
 from burstmpi.backends.host import ISAS, HostBackend, missing
+from burstmpi.layout import place
+from burstmpi.rules import Rules, Sight
 
 RULES = {
     "full": {},
@@ -216,6 +219,62 @@ def test_keys_that_no_row_sees_between_those_that_some_do(backend, cut):
     _, _, _, dk, dv = run(backend, dout, q, k, v, "float32", documents=documents)
     assert not dk[:, 100:800].any() and not dv[:, 100:800].any()
     run(backend, dout, q, k, v, "float32", documents=documents, cuts=(450,))
+
+
+class Told:
+    """A library that writes down its name when a verb is called; ``tame`` is what it says of all numbers."""
+
+    def __init__(self, library, name, calls, tame):
+        self._library, self._name, self._calls = library, name, calls
+        self.tame = lambda block: tame
+
+    def __getattr__(self, what):
+        found = getattr(self._library, what)
+        if what not in ("attend", "attend_backward"):
+            return found
+        return lambda block: (self._calls.append(self._name), found(block))[1]
+
+
+@pytest.mark.parametrize(
+    "rows, options, forced, tame, taken",
+    [
+        (100, {}, False, 1, "pieces"),
+        (99, {}, False, 1, "vectors"),
+        (200, {"causal": True}, False, 1, "pieces"),  # 100.5 keys a row
+        (198, {"causal": True}, False, 1, "vectors"),  # 99.5
+        (300, {"window": (40, 40)}, False, 1, "vectors"),
+        (300, {"documents": (0, 90, 180, 300)}, False, 1, "pieces"),  # 102 keys a row
+        (300, {"documents": (0, 98, 200, 300)}, False, 1, "pieces"),
+        (300, {"documents": range(0, 301, 50)}, False, 1, "vectors"),
+        (99, {}, True, 1, "pieces"),
+        (300, {}, False, 0, "vectors"),
+        (300, {}, True, 0, "vectors"),
+    ],
+)
+def test_rows_that_see_few_keys_go_by_vectors(monkeypatch, rows, options, forced, tame, taken):
+    """Where float32 has two kernels, as with AMX: the same one serves forward and backward, so that they round alike."""
+    made = HostBackend("portable", threads=1)
+    made._forced, calls = forced, []
+    (real,) = made._of("float32")
+    monkeypatch.setattr(host, "LONG_ROW", 100)
+    monkeypatch.setattr(made, "_of", lambda dtype: [Told(real, "pieces", calls, tame), Told(real, "vectors", calls, None)])
+    q, k, v, dout = kit.arrays(np.random.default_rng(rows), 1, rows, rows, 1, 1, 8, 8, "float32")
+    run(made, dout, q, k, v, "float32", **options)
+    assert calls == [taken, taken]
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+def test_keys_that_a_row_sees_are_counted_alike_in_every_layout(layout):
+    """The estimate of a block beside what its rows see: exact where keys are neighbours, else as if they were evenly spread."""
+    where, rules = place(layout, 240, 4), Rules(causal=True, window=(90, 0))
+    for mine in range(4):
+        at, lo, hi = rules.intervals(where.positions(mine), 240, 240)
+        for theirs in range(4):
+            pos = where.positions(theirs).astype(np.int32)
+            seen = ((lo[:, None] <= pos) & (pos < hi[:, None])).sum(axis=1).mean()
+            told = host._keys_seen(Sight(at, lo, hi, pos))
+            assert told == seen if layout == "contiguous" else abs(told - seen) <= 0.25 * len(pos), (mine, theirs)
+
 
 
 def laid_out(draw, q, k, v, dout):
