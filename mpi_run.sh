@@ -501,9 +501,10 @@ run_tests() {
         began=$SECONDS
         say "tests, $name"
         if ((world == 0)); then
-            cores=$(count_cores)   # as many processes share these tests, each with one thread
+            # As many processes share these tests, each with one thread; files in their order, not the many quick tests first.
+            cores=$(count_cores)
             command=(env OMP_NUM_THREADS="${users_threads:-1}" "$venv/bin/python" -m pytest -q "--color=$color"
-                     -n "$((cores < 8 ? cores : 8))" --dist loadfile)
+                     -n "$((cores < 8 ? cores : 8))" --dist loadfile --no-loadscope-reorder)
         else
             [[ -n $users_threads ]] || unset OMP_NUM_THREADS OPENBLAS_NUM_THREADS MKL_NUM_THREADS
             count_resources "$world" ""

@@ -28,6 +28,7 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
@@ -107,6 +108,7 @@ class Figures:
     occupancy: int
 
 
+@cache
 def figures(direction: str, arch: str, dtype: str, d: int, dv: int | None = None, **defines) -> Figures:
     """Compile an entry of the table and read its SASS."""
     kernel = tiles.kernel(direction, arch, dtype, d, dv or d)

@@ -2,10 +2,13 @@
 
 Of the instruction sets that this CPU has, one rank runs them all, and more ranks the first, with a part for the others.
 BURSTMPI_ISA=portable ./mpi_run.sh test -n 1,2,3,4,7 tests/test_ring.py runs all of it by that one.
+The matrix is whole on one rank and, by the compiled kernels, on two; elsewhere each rule, layout and way has half of the types (lengths), and
+./mpi_run.sh test -n 1,2,3,4,7 -m "slow or not slow" tests/test_ring.py has them all.
 """
 
 import os
 from functools import cache
+from itertools import product
 
 import numpy as np
 import pytest
@@ -38,11 +41,16 @@ def case(rule, nk, dtype, **shape):
     return p, options, truth(p, options)
 
 
-@pytest.mark.parametrize("backend", BACKENDS, indirect=True)
-@pytest.mark.parametrize("backward", ["q", "kv"])
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("rule", RULES)
+def matrix(last):
+    """Rules × layouts × ways × these × backends; what is not in the default run is slow."""
+    size = MPI.COMM_WORLD.size
+    for (i, rule), (j, layout), (n, way), (m, x), backend in product(*map(enumerate, (RULES, LAYOUTS, ("q", "kv"), last)), BACKENDS):
+        whole = size == 1 or (size == 2 and backend == "host")
+        marks = () if whole or (i + j + n + m + size // 2) % 2 else pytest.mark.slow
+        yield pytest.param(rule, layout, way, x, backend, marks=marks)
+
+
+@pytest.mark.parametrize("rule, layout, backward, dtype, backend", matrix(TYPES), indirect=["backend"])
 def test_self_attention(comm, rule, layout, dtype, backward, backend):
     p, options, expected = case(rule, LENGTH, dtype)
     options = options | {"backend": backend, "backward": backward}
@@ -51,11 +59,7 @@ def test_self_attention(comm, rule, layout, dtype, backward, backend):
         assert attn.stats.travels == backward
 
 
-@pytest.mark.parametrize("backend", BACKENDS, indirect=True)
-@pytest.mark.parametrize("backward", ["q", "kv"])
-@pytest.mark.parametrize("nk", [12, 40])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule, layout, backward, nk, backend", matrix([12, 40]), indirect=["backend"])
 def test_cross_attention(comm, rule, layout, nk, backward, backend):
     p, options, expected = case(rule, nk, "float64")
     options = options | {"backend": backend, "backward": backward}
