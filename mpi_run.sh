@@ -20,7 +20,7 @@ rights); it is made anew when setup.cfg changes. A rank that fails ends the job,
 
   -n RANKS   number of ranks (default: the tasks of the allocation, else one per core)
   -N NODES   number of nodes that they are spread over (default: those of the allocation, else 1)
-  test       the tests without MPI, then those with MPI on 1, 2, 3, 4 and 7 ranks
+  test       the tests without MPI, then those with MPI on 1, 2, 3, 4 and 7 ranks (a few on 8)
              --peer installs PyTorch and compares with it; -n 0,2 runs those without MPI (0) and those on 2 ranks
              --gpu runs the tests of the CUDA backend on this machine's GPUs by CuPy, in place of the PTX machine
 

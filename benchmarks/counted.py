@@ -48,7 +48,7 @@ def counted(direction: str, dtype: str, d: int, *, arch="80", rows_q=None, rows_
     """
     cuda_kit, host_kit = tests()
     kernel = tiles.kernel(direction, arch, dtype, d, d)
-    # three tiles of what passes, two of what stays
+    # six tiles of what passes, two of what stays
     stays, passes = (kernel.tile.keys, kernel.tile.queries) if direction == "backward" else (kernel.tile.queries, kernel.tile.keys)
     stay, pass_ = 2 * stays, 6 * passes
     rows_q = rows_q or (pass_ if direction == "backward" else stay)

@@ -20,7 +20,7 @@ from burstmpi.backends import host
 
 KEYS = (24, 48, 96, 144, 192, 384)
 PANELS = (2, 4, 8, 16, 24, 32)
-DEFAULT = (96, 24)  # state.h and tasks.h
+DEFAULT = (96, 24)  # tile.h and tasks.h
 
 
 def sweep(isa, d, rows, heads, rounds):

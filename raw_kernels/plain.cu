@@ -6,8 +6,8 @@
  *   delta   delta_i = sum_c dout_ic out_ic, sums in REAL     TYPE
  *
  * copy, clear, add: a thread takes VECTOR columns that lie side by side, a block of threads as many such pieces as it has
- * threads; the grid covers them all.  VECTOR is chosen by plain.py so that the wider side moves 16 bytes, or 1 where strides
- * or addresses forbid it.  INDEX counts pieces: u32, or u64 for arrays that need it.
+ * threads; the grid covers them all.  VECTOR is chosen by plain.py so that the wider side moves 16 bytes, or half, a quarter
+ * and so on of that where strides or addresses forbid it.  INDEX counts pieces: u32, or u64 for arrays that need it.
  * delta: a warp takes 32 rows of a head, 8 lanes a row; lane i ends with the sum of row i, so that one store covers whole sectors.
  */
 #ifdef TO

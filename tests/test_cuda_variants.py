@@ -1,7 +1,7 @@
 """Every variant of the CUDA kernels compiles without a warning: architectures, types, head dims, rules, toolkits.
 
 A few with the compiler at hand in the default run; all of them, with the two oldest toolkits too, with -m slow: to machine code those
-that differ by more than a switch of the scores, and to PTX, by the compiler's front end alone, the others.
+with both softcap and ALiBi or none, and backward of the half types with every bend; to PTX, by the compiler's front end alone, the others.
 """
 
 import itertools

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.mpi
 
 LENGTH = 29
 
-# The ring does not know who computes: on one and two ranks every backend goes round, on more ranks the default one.
+# The ring does not know who computes: one rank has every backend, two the compiled one and NumPy, more the default one.
 OTHERS = () if os.environ.get("BURSTMPI_ISA") else tuple(f"host-{isa}" for isa in available()[1:])
 BACKENDS = {1: ("host", *OTHERS, "numpy"), 2: ("host", "numpy")}.get(MPI.COMM_WORLD.size, ("auto",))
 

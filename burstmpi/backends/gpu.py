@@ -6,8 +6,8 @@ Three streams work at the same time:
     out       copies from the device to pinned memory, on their way to other ranks
     into      copies from pinned memory to the device
 
-Nothing is ordered between them but by a *mark* (an event) that one of them waits for.  The host never waits for the
-device: it asks a mark whether it has come.
+Nothing is ordered between them but by a *mark* (an event) that one of them waits for.  The host does not wait for the
+device, but where memory is given back (``finish``): it asks a mark whether it has come.
 """
 
 from __future__ import annotations

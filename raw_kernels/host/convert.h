@@ -1,4 +1,4 @@
-/* Rows of the caller's type to rows of REAL and back: the only place that knows element types.
+/* Rows of the caller's type to rows of REAL and back: the only place that knows element types, but for amx.h.
  *
  * float16 and bfloat16 go through integers, so that every compiler takes them, they vectorise everywhere, and
  * flush-to-zero (see tasks.h) touches no float16 subnormal on its way in.

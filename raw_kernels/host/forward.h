@@ -4,8 +4,8 @@
  *   P = 2^(S - m),  l += sum P    still in registers; P to L1
  *   O' += V' P                    from L1
  *
- * There is no maximum in this loop: m is that of the first block a lane sees, and stays.  A lane whose sum over a tile
- * reaches LIMIT has that tile done again by `tile_with_maximum`, the classic way.
+ * There is no maximum in this loop: m is that of the first block a lane computes (`leading_block`), and stays.  A lane whose sum
+ * over a tile reaches LIMIT has that tile done again by `tile_with_maximum`, the classic way, which raises it.
  */
 #ifndef BURST_FORWARD_H
 #define BURST_FORWARD_H

@@ -1,7 +1,7 @@
 /* Tasks, threads, scratch, and the calling thread's duty to MPI.
  *
- * A task is (batch, head, group of query panels).  How rows fall into panels and groups depends on the shapes alone,
- * never on the number of threads; threads only take the next task.  So results do not depend on them, to the bit.
+ * A task is (batch, head, group of query panels); threads take the next one.  How rows fall into groups depends in backward
+ * on the shapes alone, and forward gives the same bits with any groups: results do not depend on the number of threads, to the bit.
  */
 #ifndef BURST_TASKS_H
 #define BURST_TASKS_H
