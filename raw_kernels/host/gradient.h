@@ -71,14 +71,10 @@ INLINE enum turn wait_for_turn(call *c, int thread, int64_t batch, int64_t head,
 {
     const burst_block *b = c->b;
     const int64_t share = b->heads / b->kv_heads;
-    int before = 0, all = 0;
-    for (int64_t g = 0; g < c->groups; g++) {
-        const int sees_it = sees_tile(c, c->groups_see[g], tile);
-        all += sees_it;
-        before += sees_it & (g > group); /* late groups come first */
-    }
+    int before = 0;
+    for (int64_t g = group + 1; g < c->groups; g++) before += sees_tile(c, c->groups_see[g], tile); /* late groups come first */
     atomic_int *turn = &c->turn[(batch * b->kv_heads + head / share) * c->tiles + tile];
-    const int mine = (int)(head % share) * all + before;
+    const int mine = before * (int)share + (int)(head % share);
     while (atomic_load_explicit(turn, memory_order_acquire) != mine) {
         if (!carry_on(c, thread)) return STOPPED;
         sched_yield();

@@ -203,14 +203,16 @@ typedef struct {
     char opened[BURST_PANELS];
 } task;
 
-/* Task t: heads outermost, so that a head's keys stay in cache; late queries first, as causal rows are longest there. */
-INLINE int64_t group_of(const call *c, int64_t t) { return c->groups - 1 - t % c->groups; }
+/* Task t: late queries of all heads first, as causal rows are longest there.  Tasks that follow each other have different keys, so
+ * that threads which have them add to different dK and dV and do not wait for each other: see wait_for_turn. */
+INLINE int64_t group_of(const call *c, int64_t t) { return c->groups - 1 - t / (c->b->batch * c->b->heads); }
 
 NOINLINE task task_of(const call *c, int64_t t)
 {
     const burst_block *b = c->b;
-    task k = {.head = t / c->groups % b->heads, .batch = t / c->groups / b->heads};
-    k.kv_head = k.head / (b->heads / b->kv_heads);
+    const int64_t keys = b->batch * b->kv_heads, share = b->heads / b->kv_heads;
+    task k = {.kv_head = t % b->kv_heads, .batch = t % keys / b->kv_heads};
+    k.head = k.kv_head * share + t / keys % share;
     k.first = group_of(c, t) * c->group_panels;
     k.n = MIN(c->group_panels, c->panels - k.first);
     k.all = (extent){INT32_MAX, INT32_MIN};
