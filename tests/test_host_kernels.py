@@ -255,9 +255,13 @@ def test_rows_that_see_few_keys_go_by_vectors(monkeypatch, rows, options, forced
     """Where float32 has two kernels, as with AMX: the same one serves forward and backward, so that they round alike."""
     made = HostBackend("portable", threads=1)
     made._forced, calls = forced, []
-    (real,) = made._of("float32")
     monkeypatch.setattr(host, "LONG_ROW", 100)
-    monkeypatch.setattr(made, "_of", lambda dtype: [Told(real, "pieces", calls, tame), Told(real, "vectors", calls, None)])
+
+    def two(dtype, backward=False, of=made._of):
+        (real,) = of(dtype, backward)
+        return [Told(real, "pieces", calls, tame), Told(real, "vectors", calls, None)]
+
+    monkeypatch.setattr(made, "_of", two)
     q, k, v, dout = kit.arrays(np.random.default_rng(rows), 1, rows, rows, 1, 1, 8, 8, "float32")
     run(made, dout, q, k, v, "float32", **options)
     assert calls == [taken, taken]

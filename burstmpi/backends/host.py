@@ -164,11 +164,12 @@ class _Block(ctypes.Structure):
 
 
 class _Library:
-    """The kernels of one variant, loaded."""
+    """The kernels of one variant and direction, loaded."""
 
-    def __init__(self, which: tuple[str, str], extra=()):
-        flags = [*BASE_FLAGS, *FLAGS[which], *extra]
-        name = "host-" + "-".join(which)
+    def __init__(self, which: tuple[str, str], backward: bool, extra=()):
+        direction = "backward" if backward else "forward"
+        flags = [*BASE_FLAGS, *FLAGS[which], f"-DBURST_ONLY_{direction.upper()}", *extra]
+        name = "-".join(("host", *which, direction))
         try:
             library = compile.load(name, _sources() / "attend.c", [*flags, "-fopenmp"])
         except BuildError as error:
@@ -182,10 +183,10 @@ class _Library:
         self.scratch_bytes = library.burst_scratch_bytes
         self.scratch_bytes.restype = ctypes.c_int64
         self.scratch_bytes.argtypes = [ctypes.POINTER(_Block), ctypes.c_int64]
-        self.attend, self.attend_backward = library.burst_attend, library.burst_attend_backward
-        self.delta, self.tame = library.burst_delta, library.burst_tame
-        for verb in (self.attend, self.attend_backward, self.delta, self.tame):
-            verb.argtypes = [ctypes.POINTER(_Block)]
+        for verb in ("tame", *(("attend_backward", "delta") if backward else ("attend",))):
+            found = getattr(library, f"burst_{verb}")
+            found.argtypes = [ctypes.POINTER(_Block)]
+            setattr(self, verb, found)
         rows, keys = ctypes.c_int64(), ctypes.c_int64()
         library.burst_tile(ctypes.byref(rows), ctypes.byref(keys))
         self.tile_rows, self.tile_keys = rows.value, keys.value
@@ -213,19 +214,19 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_Team.forked)
 
 
-def _library(which, extra=()) -> _Library:
-    key = (which, tuple(extra))
+def _library(*key) -> _Library:
     if key not in _LIBRARIES:
         _LIBRARIES[key] = _Library(*key)
     return _LIBRARIES[key]
 
 
-def _libraries(keys, extra) -> list[_Library]:
+def _libraries(variants, backward, extra) -> list[_Library]:
     """Several at once: what is not in the cache is compiled side by side."""
-    if len(keys) == 1 or all((key, extra) in _LIBRARIES for key in keys):
-        return [_library(key, extra) for key in keys]
+    keys = [(which, backward, extra) for which in variants]
+    if len(keys) == 1 or all(key in _LIBRARIES for key in keys):
+        return [_library(*key) for key in keys]
     with ThreadPoolExecutor(len(keys)) as pool:
-        return list(pool.map(lambda key: _library(key, extra), keys))
+        return list(pool.map(lambda key: _library(*key), keys))
 
 
 def _buildable(isas) -> str:
@@ -275,11 +276,13 @@ class HostBackend(NumpyBackend):
             raise ValueError(f"BURSTMPI_ISA: this CPU has no {', '.join(missing(isa))}, so {isa!r} cannot run")
         self.isa, self.threads, self._extra = _buildable([isa] if isa else available()), threads or threads_here(), tuple(extra_flags)
 
-    def _of(self, dtype) -> list[_Library]:
-        """The kernels for arrays of that type, then those for short rows and for numbers that the first cannot split."""
+    def _of(self, dtype, backward: bool = False) -> list[_Library]:
+        """The kernels for arrays of that type, then those for short rows and for numbers that the first cannot split.
+
+        Each direction is compiled when it is first asked for: a first call waits for its own alone.
+        """
         which = variant(self.isa, dtype)
-        keys = [which, ("avx512", "float32")] if which == ("amx", "float32") else [which]
-        return _libraries(tuple(keys), self._extra)
+        return _libraries([which, ("avx512", "float32")] if which == ("amx", "float32") else [which], bool(backward), self._extra)
 
     # ------------------------------------------------------------ sizes
 
@@ -287,7 +290,7 @@ class HostBackend(NumpyBackend):
         """What the kernels cut their tiles from, all threads together: told by the code that cuts it."""
         block = _Block(threads=self.threads, rows_q=rows_q, rows_k=rows_k)
         _sizes(block, dims)
-        return max(library.scratch_bytes(block, backward) for library in self._of(dims.dtype))
+        return max(library.scratch_bytes(block, backward) for library in self._of(dims.dtype, backward))
 
     def tile_count(self, dims: Dims, positions_q, positions_k) -> int:
         """Pairs of a panel of queries and a tile of keys, over batch and heads."""
@@ -302,7 +305,7 @@ class HostBackend(NumpyBackend):
         batch, rows, heads, width = dout.shape
         block = _Block(batch=batch, rows_q=rows, heads=heads, dim_v=width, type=TYPES[dout.dtype.name], threads=_Team.of(self.threads))
         block.dout, block.final, block.delta = _array(dout), _array(out), _vector(delta)
-        self._of(dout.dtype)[0].delta(block)
+        self._of(dout.dtype, backward=True)[0].delta(block)
 
     def attend(self, q, k, v, out, lse, work: Work, *, first, final=None) -> None:
         """(out, lse) ← (out, lse) ⊕ attend(q, k, v); see ``base.Backend.attend``."""
@@ -375,7 +378,7 @@ class HostBackend(NumpyBackend):
         block.progress = _CALLBACK(partial(next, told))
         quiet = work.progress is Work.__dataclass_fields__["progress"].default
         block.interval_ns = IDLE if quiet else PROGRESS
-        first, *others = self._of(dtype)
+        first, *others = self._of(dtype, verb == "attend_backward")
         pieces = not others or ((self._forced or _keys_seen(work.sight) >= LONG_ROW) and first.tame(block))
         library = first if pieces else others[0]
         status = getattr(library, verb)(block)

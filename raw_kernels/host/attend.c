@@ -2,6 +2,7 @@
  *
  *   -DBURST_AMX (bfloat16; with -DBURST_PIECES=3 float32, with -DBURST_DOT by vdpbf16ps) | -DBURST_AVX512 | -DBURST_AVX2 | (nothing: portable)
  *   -DBURST_DOUBLE | (nothing: float)
+ *   -DBURST_ONLY_FORWARD | -DBURST_ONLY_BACKWARD | (nothing: both): verbs that are not there take no time to compile
  */
 #ifdef BURST_AMX
 #include "amx_backward.h"
@@ -46,6 +47,7 @@ int64_t burst_scratch_bytes(burst_block *b, int64_t backward)
     return shared.used + MAX(1, MIN(b->threads, b->batch * b->heads * c.panels)) * each;
 }
 
+#ifndef BURST_ONLY_BACKWARD
 /* 0: done; 1: progress asked to stop; 2: too little scratch */
 int burst_attend(burst_block *b)
 {
@@ -58,6 +60,9 @@ int burst_attend(burst_block *b)
     return atomic_load(&c.stop);
 }
 
+#endif
+
+#ifndef BURST_ONLY_FORWARD
 int burst_attend_backward(burst_block *b)
 {
     call c;
@@ -106,6 +111,7 @@ void burst_delta(burst_block *b)
                 *entry_at(&b->delta, batch, head, row) = all[0] + rest;
             }
 }
+#endif
 
 /* Whether all numbers of an array are finite and neither huge nor, as a whole, tiny: then float32 may be split. */
 static int tame(const burst_array *x, const burst_block *b, int64_t rows, int64_t heads, int64_t n)
