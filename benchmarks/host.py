@@ -260,23 +260,26 @@ q = np.ones((1, 64, 1, 64), ml_dtypes.bfloat16 if sys.argv[1] == "bfloat16" else
 start = time.perf_counter()
 backend, rules, acc = host.HostBackend(), Rules(), accumulator(q.dtype)
 dims, scores = base.Dims(1, 1, 1, 64, 64, q.dtype, acc), rules.scores(64)
-scratch = backend.allocate(max(backend.scratch_bytes(dims, scores, 64, 64, way) for way in (False, True)))
-at, lo, hi = rules.intervals(np.arange(64), 64, 64)
-work = base.Work(Sight(at, lo, hi, np.arange(64, dtype=np.int32)), scores, scratch)
-out, lse = np.empty(q.shape, acc), np.empty((1, 1, 64), acc)
-backend.attend(q, q, q, out, lse, work, first=True, final=np.empty_like(q))
-print(time.perf_counter() - start)
+sight = Sight(*rules.intervals(np.arange(64), 64, 64), np.arange(64, dtype=np.int32))
+work = lambda backward: base.Work(sight, scores, backend.allocate(backend.scratch_bytes(dims, scores, 64, 64, backward)))
+sums, final, (lse, delta) = np.empty((4, *q.shape), acc), np.empty_like(q), np.empty((2, 1, 1, 64), acc)
+backend.attend(q, q, q, sums[0], lse, work(False), first=True, final=final)
+forward = time.perf_counter()
+backend.delta(q, final, delta)
+backend.attend_backward(q, q, q, q, lse, delta, *sums[1:], work(True), fresh_q=True, fresh_kv=True)
+print(forward - start, time.perf_counter() - forward)
 """
 
 
 def first():
-    """Seconds from the backend's making to the end of its first forward, by the clock on the wall: needs an idle machine."""
+    """Seconds from the backend's making to the end of its first forward, and of its first backward then, by the clock on the wall: needs an idle machine."""
     for dtype in DTYPES:
         with tempfile.TemporaryDirectory() as cache:
             environ = {**os.environ, "BURSTMPI_CACHE": cache}
-            run = lambda: float(subprocess.run([sys.executable, "-c", FIRST, dtype], env=environ, check=True, capture_output=True).stdout)  # noqa: B023, E731
-            empty, full = run(), statistics.median(run() for _ in range(5))
-        print(f"{dtype}: first call of a machine {empty:.1f} s, of a later program {1000 * full:.0f} ms", flush=True)
+            run = lambda: np.array(subprocess.run([sys.executable, "-c", FIRST, dtype], env=environ, check=True, capture_output=True).stdout.split(), float)  # noqa: B023, E731
+            empty, full = run(), np.median([run() for _ in range(5)], axis=0)
+        for way, of_machine, of_program in zip(("forward", "backward"), empty, full):
+            print(f"{dtype}: first {way} of a machine {of_machine:.1f} s, of a later program {1000 * of_program:.0f} ms", flush=True)
 
 
 def main():
