@@ -50,7 +50,7 @@ def matrix(last):
         yield pytest.param(rule, layout, way, x, backend, marks=marks)
 
 
-@pytest.mark.parametrize("rule, layout, backward, dtype, backend", matrix(TYPES), indirect=["backend"])
+@pytest.mark.parametrize("rule, layout, backward, dtype, backend", list(matrix(TYPES)), indirect=["backend"])
 def test_self_attention(comm, rule, layout, dtype, backward, backend):
     p, options, expected = case(rule, LENGTH, dtype)
     options = options | {"backend": backend, "backward": backward}
@@ -59,7 +59,7 @@ def test_self_attention(comm, rule, layout, dtype, backward, backend):
         assert attn.stats.travels == backward
 
 
-@pytest.mark.parametrize("rule, layout, backward, nk, backend", matrix([12, 40]), indirect=["backend"])
+@pytest.mark.parametrize("rule, layout, backward, nk, backend", list(matrix([12, 40])), indirect=["backend"])
 def test_cross_attention(comm, rule, layout, nk, backward, backend):
     p, options, expected = case(rule, nk, "float64")
     options = options | {"backend": backend, "backward": backward}
