@@ -84,6 +84,13 @@ def runs_here(item, size: int) -> bool:
     return size >= least or not any(world >= least for world in full)
 
 
+def pytest_ignore_collect(collection_path, config):
+    """With --only-mpi, a file without a test for MPI is not even imported: all ranks would do that, on few cores."""
+    if config.getoption("--only-mpi") and collection_path.name.startswith("test_") and collection_path.suffix == ".py":
+        return True if "mark.mpi" not in collection_path.read_text() else None
+    return None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     ranks = config.pluginmanager.get_plugin("ranks")
