@@ -44,10 +44,10 @@ CASES = [
 ]
 
 
-def seconds(run) -> float:
-    start = time.process_time()
+def seconds(run, clock=time.process_time) -> float:
+    start = clock()
     run()
-    return time.process_time() - start
+    return clock() - start
 
 
 class Peak:
@@ -66,6 +66,11 @@ class Peak:
             flops = self.run(1_000_000)
             best = max(best, flops / (time.process_time() - start) * 1e-9)
         return best
+
+
+def fma_peak(isa, dtype="float32") -> Peak:
+    """Of what an instruction set's vectors are: AMX has those of AVX-512."""
+    return Peak("avx512" if isa.startswith(("amx", "avx512")) else isa, dtype)
 
 
 class Ours:
@@ -150,7 +155,7 @@ def measure(case, backend, rows, heads, repeats):
     d, causal = int(d), rule == "causal"
     ours = Ours(backend, dtype, d, {"causal": causal}, heads, rows)
     torch = Torch(ours, causal)
-    peak = Peak("avx512" if backend.isa.startswith(("amx", "avx512")) else backend.isa, "float64" if dtype == "float64" else "float32")
+    peak = fma_peak(backend.isa, "float64" if dtype == "float64" else "float32")
     ratios, shares, rates = {}, {}, {}
     for way, flops in zip(("forward", "backward"), ours.flops):
         mine, theirs = getattr(ours, way), getattr(torch, way)
@@ -217,16 +222,10 @@ def rules(backend, repeats, dtype="float32"):
     beside("subnormal inputs / causal", tiny, causal, repeats)
 
 
-def by_the_clock(run) -> float:
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
-
-
-def threads(repeats):
+def threads(isa, repeats):
     """Two threads against one, by the clock on the wall, and FMA on registers alone beside them: what two cores of this machine give."""
-    peak = Peak("avx512" if host.HostBackend().isa.startswith(("amx", "avx512")) else host.HostBackend().isa)
-    rounds = 30_000_000
+    backends = [host.HostBackend(isa, threads=n) for n in (1, 2)]
+    peak, rounds, clock = fma_peak(backends[0].isa), 30_000_000, time.perf_counter
 
     def both():
         other = threading.Thread(target=peak.run, args=(rounds // 2,))
@@ -235,14 +234,14 @@ def threads(repeats):
         other.join()
 
     for way in ("forward", "backward"):
-        pair = [Ours(host.HostBackend(threads=n), "float32", 64, {"causal": True}, 8, 4096) for n in (1, 2)]
+        pair = [Ours(backend, "float32", 64, {"causal": True}, 8, 4096) for backend in backends]
         for x in pair:
             x.forward(), getattr(x, way)()
         ratios, cores = [], []
         for _ in range(repeats):
-            one, two = (by_the_clock(getattr(x, way)) for x in pair)
+            one, two = (seconds(getattr(x, way), clock) for x in pair)
             ratios.append(one / two)
-            cores.append(by_the_clock(lambda: peak.run(rounds)) / by_the_clock(both))
+            cores.append(seconds(lambda: peak.run(rounds), clock) / seconds(both, clock))
         print(
             f"two threads / one, {way}: median {statistics.median(ratios):.2f}, best {max(ratios):.2f}; "
             f"FMA alone: median {statistics.median(cores):.2f}, best {max(cores):.2f}",
@@ -301,7 +300,7 @@ def main():
     if args.rules:
         return rules(backend, args.repeats)
     if args.threads:
-        return threads(args.repeats)
+        return threads(args.isa, args.repeats)
     print(f"{backend.isa}, {args.rows} tokens, {args.heads} heads, one thread, median of {args.repeats}")
     print("| case | fwd / torch | of FMA peak | best GF/s | torch GF/s | bwd / torch | of FMA peak | best GF/s | torch GF/s |")
     print("|---|---|---|---|---|---|---|---|---|")

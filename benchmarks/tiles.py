@@ -37,7 +37,7 @@ def sweep(isa, d, rows, heads, rounds):
             for run, flops, into in zip((block.forward, block.backward), block.flops, shares[at]):
                 limit = peak()
                 into.append(flops / bench.seconds(run) * 1e-9 / limit)
-    lanes = next(iter(cells.values())).backend._of(bench.np.float32)[0].tile_rows
+    lanes = next(iter(cells.values())).backend._unit(bench.np.float32).tile_rows
     return {at: tuple(map(statistics.median, pair)) for at, pair in shares.items()}, lanes
 
 

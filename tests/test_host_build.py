@@ -13,6 +13,8 @@ import pytest
 
 from burstmpi import backends
 from burstmpi.backends import compile, host
+from burstmpi.backends.base import Dims
+from burstmpi.rules import Rules
 
 HERE = Path(__file__).resolve().parent
 
@@ -307,6 +309,17 @@ def test_eight_processes_and_one_compile_of_the_kernels(cache, tmp_path):
     told = [rank.communicate(timeout=120)[0] for rank in ranks]
     assert len(set(told)) == 1 and told[0].startswith("True ")
     assert sorted(log.read_text().split()) == ["attend.c", "probe.c"] and len(list(cache.glob("*.so"))) == 2
+
+
+@needs_compiler
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_direction_is_compiled_when_it_is_asked_for(cache, backward):
+    """Counting tiles, which both have alike, asks for none."""
+    made = host.HostBackend("portable", threads=1, extra_flags=("-O0",))
+    dims = Dims(1, 1, 1, 8, 8, np.dtype(np.float32), np.dtype(np.float32))
+    assert made.scratch_bytes(dims, Rules().scores(8), 30, 40, backward) > 0
+    assert made.tile_count(dims, range(30), range(40)) > 0
+    assert len(list(cache.glob(f"host-*-{'backward' if backward else 'forward'}-*.so"))) == 1 and len(list(cache.glob("host-*.so"))) == 1
 
 
 SANITIZED = """

@@ -257,7 +257,7 @@ def test_rows_that_see_few_keys_go_by_vectors(monkeypatch, rows, options, forced
     made._forced, calls = forced, []
     monkeypatch.setattr(host, "LONG_ROW", 100)
 
-    def two(dtype, backward=False, of=made._of):
+    def two(dtype, backward, of=made._of):
         (real,) = of(dtype, backward)
         return [Told(real, "pieces", calls, tame), Told(real, "vectors", calls, None)]
 
@@ -278,7 +278,6 @@ def test_keys_that_a_row_sees_are_counted_alike_in_every_layout(layout):
             seen = ((lo[:, None] <= pos) & (pos < hi[:, None])).sum(axis=1).mean()
             told = host._keys_seen(Sight(at, lo, hi, pos))
             assert told == seen if layout == "contiguous" else abs(told - seen) <= 0.25 * len(pos), (mine, theirs)
-
 
 
 def laid_out(draw, q, k, v, dout):

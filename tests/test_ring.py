@@ -102,7 +102,7 @@ def test_any_length_on_any_number_of_ranks(comm, nq, nk, layout, backward):
 @pytest.mark.parametrize("backward", ["q", "kv"])
 def test_ranks_that_differ_by_a_row(comm, backward, dtype, backend):
     """Kernels of the CPU take queries in groups of panels; one row more makes two smaller groups of a large one."""
-    rows = comm.size * 24 * choose(backend)._of(dtype)[-1].tile_rows + 1
+    rows = comm.size * 24 * choose(backend)._unit(dtype).tile_rows + 1
     p = problem(rows, 20, batch=1, heads=16, kv_heads=16, d=4, dv=4, dtype=dtype)
     with BurstAttention(comm, layout="contiguous", backend=backend, backward=backward) as attn:
         check(run(attn, p), truth(p, {}))

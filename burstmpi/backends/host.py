@@ -276,13 +276,23 @@ class HostBackend(NumpyBackend):
             raise ValueError(f"BURSTMPI_ISA: this CPU has no {', '.join(missing(isa))}, so {isa!r} cannot run")
         self.isa, self.threads, self._extra = _buildable([isa] if isa else available()), threads or threads_here(), tuple(extra_flags)
 
-    def _of(self, dtype, backward: bool = False) -> list[_Library]:
-        """The kernels for arrays of that type, then those for short rows and for numbers that the first cannot split.
+    def _variants(self, dtype) -> list[tuple[str, str]]:
+        """The kernels for arrays of that type, then those for short rows and for numbers that the first cannot split."""
+        which = variant(self.isa, dtype)
+        return [which, ("avx512", "float32")] if which == ("amx", "float32") else [which]
+
+    def _of(self, dtype, backward: bool) -> list[_Library]:
+        """The libraries of ``_variants``.
 
         Each direction is compiled when it is first asked for: a first call waits for its own alone.
         """
-        which = variant(self.isa, dtype)
-        return _libraries([which, ("avx512", "float32")] if which == ("amx", "float32") else [which], bool(backward), self._extra)
+        return _libraries(self._variants(dtype), bool(backward), self._extra)
+
+    def _unit(self, dtype) -> _Library:
+        """Whose tiles are counted: those of the last variant, in either direction, so that none is compiled for it."""
+        which = self._variants(dtype)[-1]
+        ready = [x for key in ((which, way, self._extra) for way in (False, True)) if (x := _LIBRARIES.get(key))]
+        return ready[0] if ready else self._of(dtype, backward=False)[-1]
 
     # ------------------------------------------------------------ sizes
 
@@ -294,7 +304,7 @@ class HostBackend(NumpyBackend):
 
     def tile_count(self, dims: Dims, positions_q, positions_k) -> int:
         """Pairs of a panel of queries and a tile of keys, over batch and heads."""
-        library = self._of(dims.dtype)[-1]
+        library = self._unit(dims.dtype)
         panels, tiles = -(-len(positions_q) // library.tile_rows), -(-len(positions_k) // library.tile_keys)
         return dims.batch * dims.heads * panels * tiles
 
@@ -382,7 +392,7 @@ class HostBackend(NumpyBackend):
         pieces = not others or ((self._forced or _keys_seen(work.sight) >= LONG_ROW) and first.tame(block))
         library = first if pieces else others[0]
         status = getattr(library, verb)(block)
-        work.tally.tiles += _tiles_of(block, library, others[-1] if others else first)
+        work.tally.tiles += _tiles_of(block, library, self._unit(dtype))
         if raised:
             raise raised[0]
         if status:

@@ -59,7 +59,6 @@ int burst_attend(burst_block *b)
     run(&c, forward_worker, shared, each);
     return atomic_load(&c.stop);
 }
-
 #endif
 
 #ifndef BURST_ONLY_FORWARD
