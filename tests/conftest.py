@@ -9,6 +9,7 @@
 """
 import importlib.util
 import os
+from functools import cache
 
 import pytest
 from mpi_harness import Ranks, Report
@@ -84,11 +85,15 @@ def runs_here(item, size: int) -> bool:
     return size >= least or not any(world >= least for world in full)
 
 
+@cache
+def names_mpi(path) -> bool:
+    return "mark.mpi" in path.read_text()
+
+
 def pytest_ignore_collect(collection_path, config):
     """With --only-mpi, a file without a test for MPI is not even imported: all ranks would do that, on few cores."""
-    if config.getoption("--only-mpi") and collection_path.name.startswith("test_") and collection_path.suffix == ".py":
-        return True if "mark.mpi" not in collection_path.read_text() else None
-    return None
+    is_test = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
+    return True if config.getoption("--only-mpi") and is_test and not names_mpi(collection_path) else None
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -99,6 +104,8 @@ def pytest_collection_modifyitems(config, items):
         if item.get_closest_marker("mpi") is None:
             wanted = not config.getoption("--only-mpi")
         else:
+            if not names_mpi(item.path):  # else ranks would leave its file out, and nobody would know
+                raise ValueError(f"{item.path.name}: a test has the mark mpi, and the file does not name it")
             wanted = ranks is not None and runs_here(item, ranks.size)
         (kept if wanted else left).append(item)
     if left:
