@@ -174,18 +174,29 @@ def table(archs, dims, dtypes, directions, scores=("plain",), without_dq=False) 
                         print("%-24s %4s %-9s %7s %6.3f %6.3f %6.2f %8s %5d %6d %7d %4d %4d %5.1f  %s: %s" % (*row, text, bound(model)), flush=True)
 
 
+def flash_modelled(direction: str, arch: str, d: int) -> dict[str, float]:
+    """The same model for FlashAttention-2's loop."""
+    instructions, hmma, ldsm, ex2 = FLASH[direction, arch, d]
+    return cycles(arch, instructions, hmma, ldsm + 16 * d // 64, ex2)
+
+
+def times_beside_flash(direction: str, arch: str, d: int, path: sass.Way) -> tuple[float, float]:
+    """Modelled cycles per HMMA, ours and FlashAttention-2's."""
+    return max(modelled(arch, path).values()) / path.hmma, max(flash_modelled(direction, arch, d).values()) / FLASH[direction, arch, d][1]
+
+
 def beside_flash(archs, directions) -> None:
-    """The same model for FlashAttention-2's loops: cycles for a pair (query, key) of a quarter, times 1000."""
+    """x, and the same model for FlashAttention-2's loops."""
     print("\nBeside FlashAttention-2 (its main loop, its own flags): x, and the modelled cycles of a trip per HMMA")
-    for (direction, arch, d), (instructions, hmma, ldsm, ex2) in FLASH.items():
+    for (direction, arch, d), (instructions, hmma, _, _) in FLASH.items():
         if arch not in archs or direction not in directions:
             continue
-        theirs = cycles(arch, instructions, hmma, ldsm + 16 * d // 64, ex2)
         f = figures(direction, arch, "bfloat16", d)
-        ours = modelled(arch, f.full)
+        ours, theirs = modelled(arch, f.full), flash_modelled(direction, arch, d)
+        mine, other = times_beside_flash(direction, arch, d, f.full)
         print("%-9s sm_%-4s d %-4d x %5.2f, theirs %5.2f;  %s %.2f, theirs %s %.2f;  issue %.2f, theirs %.2f" % (
-            direction, arch, d, f.full.x_without_nops, (instructions - hmma) / hmma, bound(ours), max(ours.values()) / f.full.hmma,
-            bound(theirs), max(theirs.values()) / hmma, ours["issue"] / f.full.hmma, theirs["issue"] / hmma), flush=True)  # fmt: skip
+            direction, arch, d, f.full.x_without_nops, (instructions - hmma) / hmma, bound(ours), mine,
+            bound(theirs), other, ours["issue"] / f.full.hmma, theirs["issue"] / hmma), flush=True)  # fmt: skip
 
 
 # ---------------------------------------------------------------- float32 and float64

@@ -334,6 +334,8 @@ def test_instructions_beside_the_tensor_cores(d, limit):
         assert full.x <= limit and cut.x <= 1.6 * full.x, (arch, full.x, cut.x)
         model = kernels.modelled(arch, full)
         assert kernels.bound(model) == "tensor" and kernels.all_shared(full) <= model["tensor"], (model, kernels.all_shared(full))
+        ours, theirs = kernels.times_beside_flash("backward", arch, d, full)
+        assert ours <= theirs, arch
         seen[arch] = full.x
     assert seen["90"] <= seen["80"]
 

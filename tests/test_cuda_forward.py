@@ -262,6 +262,9 @@ def test_what_the_compiler_made_of_it(kernels, dtype, arch, d, dv):
         if arch in ("80", "90") and d in (64, 128):
             assert kernels.bound(kernels.modelled(arch, figures.full)) == "tensor"
     assert plain.full.x_without_nops <= LIMITS.get((arch, d), 5.0)
+    if dtype == "bfloat16" and ("forward", arch, d) in kernels.FLASH:
+        ours, theirs = kernels.times_beside_flash("forward", arch, d, plain.full)
+        assert ours <= theirs
     # the key at each place is asked for, and each row's address made anew: 40 instructions of each of the two tiles at most
     assert len(ordered.full.body) - len(plain.full.body) <= 80
 

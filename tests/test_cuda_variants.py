@@ -4,20 +4,19 @@ A few with the compiler at hand in the default run; all of them, with the two ol
 with both softcap and ALiBi or none, and backward of the half types with every bend; to PTX, by the compiler's front end alone, the others.
 """
 
-import itertools
 import re
 import sys
 import time
 
 import pytest
 from cuda_kit import PTX
-from variant_kit import BENDS, DIMS, DIRECTIONS, DTYPES, helpers, variants
+from variant_kit import BENDS, DIMS, DIRECTIONS, DTYPES, OTHER, UNEQUAL, helpers, variants
 
 from burstmpi.backends import modules, tiles
 
 sys.path[:0] = [str(PTX), str(PTX.parent.parent / "benchmarks")]
 from generate_ptx import TOOLKITS  # noqa: E402
-from ptxmachine.nvrtc import default_toolkit, fetched_toolkit  # noqa: E402
+from ptxmachine.nvrtc import CompileError, default_toolkit, fetched_toolkit  # noqa: E402
 from sass import ADDED, Cubin  # noqa: E402
 
 
@@ -66,11 +65,10 @@ def test_all_variants(version, arch, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [x for x in DTYPES if x != "bfloat16"])  # which is float16 but for a name
-@pytest.mark.parametrize("arch", [x for x in tiles.ARCHITECTURES if x != "89"])  # which is sm_86 here
+@pytest.mark.parametrize("arch, dtype", OTHER)
 def test_all_pairs_of_head_dims(arch, dtype):
     """Those that differ, to PTX: what does not fit does not compile."""
-    for d, dv in itertools.permutations(tiles.HEAD_DIMS, 2):
+    for d, dv in UNEQUAL:
         for variant in variants(arch, dtype, d, dv, "plain", fills=(0,)):
             quiet(default_toolkit(), arch, variant.source, dict(variant.defines), machine_code=False)
 
@@ -82,6 +80,16 @@ def test_all_helpers(version, arch):
     toolkit = toolkit_of(version)
     for source, defines in dict.fromkeys((source, defines) for source, _, defines in helpers()):
         quiet(toolkit, arch, source, dict(defines))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_a_tile_that_does_not_fit_does_not_compile(direction, dtype):
+    """A byte of shared memory less than a tile wants, or a table that counts it wrongly."""
+    kernel = tiles.kernel(direction, "80", dtype, 64, 64)
+    for wrong in ({"SHARED_LIMIT": kernel.defines["SHARED"] - 1}, {"SHARED": kernel.defines["SHARED"] + 16}):
+        with pytest.raises(CompileError, match="static assertion failed.*shared memory"):
+            quiet(default_toolkit(), "80", kernel.source, kernel.defines | {"BURST_SOFTCAP": 0, "BURST_ALIBI": 0} | wrong, machine_code=False)
 
 
 def test_bfloat16_is_refused_where_there_is_none():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
 from dataclasses import dataclass
 
@@ -11,6 +12,8 @@ from burstmpi.backends.block import TYPES
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 DIMS = (*((d, d) for d in tiles.HEAD_DIMS), (192, 128))
+UNEQUAL = tuple(itertools.permutations(tiles.HEAD_DIMS, 2))  # 192/128 among them
+OTHER = tuple(itertools.product([x for x in tiles.ARCHITECTURES if x != "89"], ("float16", "float32", "float64")))  # sm_89 is sm_86 here, bfloat16 float16
 BENDS = {"plain": (0, 0), "softcap": (1, 0), "alibi": (0, 1), "both": (1, 1)}  # BURST_SOFTCAP, BURST_ALIBI
 DIRECTIONS = {"forward": [{}, {"SORTED": 1}], "backward": [{"WITH_DQ": 1}, {"WITH_DQ": 0}], "backward_queries": [{}]}
 PAIRS = [(arch, dtype) for dtype in DTYPES for arch in tiles.ARCHITECTURES if (arch, dtype) != ("75", "bfloat16")]
