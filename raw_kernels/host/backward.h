@@ -107,9 +107,17 @@ INLINE void weigh_block_again(const REAL *k, int64_t ld, int64_t d, const gradie
         }
     }
 }
-NOINLINE void weigh_again(const REAL *k, int64_t ld, int64_t d, const gradient_panel *q, REAL *p, const char *const *soon)
+/* P of n blocks, one after another, that all lanes see; behind them products have `rest` slots for wishes */
+NOINLINE void weigh_again(const REAL *k, int64_t ld, int64_t d, int64_t n, const gradient_panel *q, REAL *p, wishes *w, int64_t rest)
 {
-    weigh_block_again(k, ld, d, q, p, NULL, 0, 0, 0, VR, soon);
+    const int64_t slots = d / ASK;
+#if WEIGH_LATER
+    for (int64_t i = 0; i < n; i++)
+        score_only(k + i * KR * ld, ld, q->query, d, p + i * KR * NR, wish(w, slots, (n - 1 - i) * slots + rest));
+    if (!weigh_scores(p, n * KR, q->lse, q->lse_low, NULL)) return;
+#endif
+    for (int64_t i = 0; i < n; i++)
+        weigh_block_again(k + i * KR * ld, ld, d, q, p + i * KR * NR, NULL, 0, 0, 0, VR, wish(w, slots, (n - 1 - i) * slots + rest));
 }
 NOINLINE void weigh_again_tilted(const REAL *k, int64_t ld, int64_t d, const gradient_panel *q, REAL *p, const INT *pos,
                                  const char *const *soon)
@@ -151,10 +159,12 @@ INLINE void slope_any(const REAL *v, int64_t ld, int64_t dv, const gradient_pane
         }
     }
 }
-NOINLINE void slope_block(const REAL *v, int64_t ld, int64_t dv, const gradient_panel *q, const REAL *p, REAL *ds,
-                          const char *const *soon)
+NOINLINE void slope_blocks(const REAL *v, int64_t ld, int64_t dv, int64_t n, const gradient_panel *q, const REAL *p, REAL *ds, wishes *w,
+                           int64_t rest)
 {
-    slope_any(v, ld, dv, q, p, ds, NULL, 0, 0, 0, VR, soon);
+    const int64_t slots = dv / ASK;
+    for (int64_t i = 0; i < n; i++)
+        slope_any(v + i * KR * ld, ld, dv, q, p + i * KR * NR, ds + i * KR * NR, NULL, 0, 0, 0, VR, wish(w, slots, (n - 1 - i) * slots + rest));
 }
 NOINLINE void slope_cut(const REAL *v, int64_t ld, int64_t dv, const gradient_panel *q, const REAL *p, REAL *ds, const INT *pos,
                         span seen, const char *const *soon)
@@ -183,19 +193,22 @@ NOINLINE int backward_tile(gradient_panel *p, backward_room *w, const burst_bloc
     const int64_t keys = (to - from) * KR, slots_behind = keys / ASK * (ROUND_UP(b->d, KR) / KR);
     edges edge;
     if (!full) find_edges(&edge, t, &p->q, from, to);
-    for (int64_t block = from; block < to; block++) {
-        const int64_t more = (to - block - 1) * (b->d / ASK + b->dim_v / ASK) + slots_behind;
-        const char *const *soon = wish(&w->soon, b->d / ASK, b->dim_v / ASK + more), *const *later = wish(&w->soon, b->dim_v / ASK, more);
+    for (int64_t block = from, n; block < to; block += n) {
+        const int64_t slots = b->d / ASK, slots_v = b->dim_v / ASK;
         REAL *weights = w->p + (block - from) * KR * NR, *ds = w->ds + (block - from) * KR * NR;
         const int cut = !full && block_sight(t, &p->q, block) != FULL;
         const REAL *k = t->k + block * KR * t->ld_k, *v = t->v + block * KR * t->ld_v;
         const INT *pos = t->pos + block * KR;
+        n = 1; /* where weights come with the product, slopes come right behind them */
+        if (WEIGH_LATER && !capped && !cut && !alibi)
+            while (block + n < to && (full || block_sight(t, &p->q, block + n) == FULL)) n++;
+        const int64_t more = (to - block - n) * (slots + slots_v) + slots_behind;
         if (!capped && !cut && !alibi) {
-            weigh_again(k, t->ld_k, b->d, p, weights, soon);
+            weigh_again(k, t->ld_k, b->d, n, p, weights, &w->soon, n * slots_v + more);
         } else if (!capped && !cut) {
-            weigh_again_tilted(k, t->ld_k, b->d, p, weights, pos, soon);
+            weigh_again_tilted(k, t->ld_k, b->d, p, weights, pos, wish(&w->soon, slots, slots_v + more));
         } else if (!capped && !alibi) {
-            weigh_again_cut(k, t->ld_k, b->d, p, weights, pos, edge.spans[block - from], soon);
+            weigh_again_cut(k, t->ld_k, b->d, p, weights, pos, edge.spans[block - from], wish(&w->soon, slots, slots_v + more));
         } else {
             score_any(t, block, &p->q, p->query, b->d, &w->how, weights, capped ? ds : NULL);
             weights_of(weights, p, weights);
@@ -205,9 +218,9 @@ NOINLINE int backward_tile(gradient_panel *p, backward_room *w, const burst_bloc
             slope_capped(v, t->ld_v, b->dim_v, p, weights, ds);
             if (cut) hide_block(ds, &p->q, pos, KR);
         } else if (cut) {
-            slope_cut(v, t->ld_v, b->dim_v, p, weights, ds, pos, edge.spans[block - from], later);
+            slope_cut(v, t->ld_v, b->dim_v, p, weights, ds, pos, edge.spans[block - from], wish(&w->soon, slots_v, more));
         } else {
-            slope_block(v, t->ld_v, b->dim_v, p, weights, ds, later);
+            slope_blocks(v, t->ld_v, b->dim_v, n, p, weights, ds, &w->soon, more);
         }
     }
     const int64_t all = ROUND_UP(BURST_KEYS_BACKWARD, KR);

@@ -12,6 +12,7 @@
 
 #include "products.h"
 #include "state.h"
+#include "weigh.h"
 
 typedef struct {
     panel panels[BURST_PANELS];
@@ -74,10 +75,31 @@ INLINE void weigh_block(const REAL *k, int64_t ld, const REAL *query, int64_t d,
     }
 }
 
-NOINLINE void weigh_full(const REAL *k, int64_t ld, const REAL *query, int64_t d, const REAL *ref, REAL *p, vec *sum,
-                         const char *const *soon)
+/* Scores of a block as they are, into memory */
+INLINE void score_only(const REAL *k, int64_t ld, const REAL *query, int64_t d, REAL *s, const char *const *soon)
 {
-    weigh_block(k, ld, query, d, ref, p, sum, NULL, NULL, 0, 0, 0, VR, soon);
+    vec acc[KR][VR];
+    score_block(k, ld, query, d, acc, VR, soon);
+    UNROLL for (int i = 0; i < KR; i++) UNROLL for (int j = 0; j < VR; j++) store(s + i * NR + j * LANES, acc[i][j]);
+}
+
+/* P of n blocks, one after another, that all lanes see.  Returns whether the tile must be done again; behind them products have
+ * `rest` slots for wishes. */
+NOINLINE int weigh_full(const REAL *k, int64_t ld, const REAL *query, int64_t d, int64_t n, const REAL *ref, REAL *p, vec *sum, wishes *w,
+                        int64_t rest)
+{
+    const int64_t slots = d / ASK;
+    for (int64_t i = 0; i < n; i++) {
+        const char *const *soon = wish(w, slots, (n - 1 - i) * slots + rest);
+#if WEIGH_LATER
+        score_only(k + i * KR * ld, ld, query, d, p + i * KR * NR, soon);
+    }
+    return weigh_scores(p, n * KR, ref, NULL, sum);
+#else
+        weigh_block(k + i * KR * ld, ld, query, d, ref, p + i * KR * NR, sum, NULL, NULL, 0, 0, 0, VR, soon);
+    }
+    return 0;
+#endif
 }
 
 NOINLINE void weigh_tilted(const REAL *k, int64_t ld, const REAL *query, int64_t d, const REAL *ref, REAL *p, vec *sum,
@@ -101,9 +123,7 @@ NOINLINE void weigh_cut(const REAL *k, int64_t ld, const REAL *query, int64_t d,
 NOINLINE void score_any(const key_tile *t, int64_t block, const lanes *q, const REAL *query, int64_t d, const bend *how,
                         REAL *s, REAL *slopes)
 {
-    vec acc[KR][VR];
-    score_block(t->k + block * KR * t->ld_k, t->ld_k, query, d, acc, VR, NULL);
-    UNROLL for (int i = 0; i < KR; i++) UNROLL for (int j = 0; j < VR; j++) store(s + i * NR + j * LANES, acc[i][j]);
+    score_only(t->k + block * KR * t->ld_k, t->ld_k, query, d, s, NULL);
     const int cut = block_sight(t, q, block) != FULL;
     if (cut || how->softcap != 0 || how->alibi)
         bend_block(s, slopes, q, how, t->pos + block * KR, (int)MIN(KR, t->live - block * KR), cut);
@@ -161,27 +181,31 @@ NOINLINE int forward_tile(panel *p, forward_room *w, const burst_block *b)
         tile_with_maximum(p, w, from, to, b->d, b->dim_v, sum);
     } else {
         const int64_t lead = p->unset ? leading_block(t, &p->q, from, to, alibi) : from;
-        for (int64_t i = from; i < to; i++) {
+        int strange = 0;
+        for (int64_t i = from, n; i < to; i += n) {
             const int64_t block = i == from ? lead : i <= lead ? i - 1 : i;
             const int waits = p->unset && waits_for(p, t->block_min[block], t->block_max[block]);
-            const char *const *soon = wish(&w->soon, b->d / ASK, (to - i - 1) * (b->d / ASK) + slots_behind);
+            const int64_t slots = b->d / ASK, rest = (to - i - 1) * slots + slots_behind;
             REAL *weights = w->p + (block - from) * KR * NR;
             const REAL *k = t->k + block * KR * t->ld_k;
             const INT *pos = t->pos + block * KR;
             const int seen = full || block_sight(t, &p->q, block) == FULL;
+            n = 1;
             if (plain && !waits && seen && !alibi) {
-                weigh_full(k, t->ld_k, p->query, b->d, p->ref, weights, sum, soon);
+                if (!p->unset && i >= lead) while (i + n < to && (full || block_sight(t, &p->q, block + n) == FULL)) n++;
+                strange |= weigh_full(k, t->ld_k, p->query, b->d, n, p->ref, weights, sum, &w->soon, (to - i - n) * slots + slots_behind);
             } else if (plain && !waits && seen) {
-                weigh_tilted(k, t->ld_k, p->query, b->d, p->ref, weights, sum, &p->q, pos, soon);
+                weigh_tilted(k, t->ld_k, p->query, b->d, p->ref, weights, sum, &p->q, pos, wish(&w->soon, slots, rest));
             } else if (plain && !waits && !alibi) {
-                weigh_cut(k, t->ld_k, p->query, b->d, p->ref, weights, sum, &p->q, pos, edge.spans[block - from], soon);
+                weigh_cut(k, t->ld_k, p->query, b->d, p->ref, weights, sum, &p->q, pos, edge.spans[block - from],
+                          wish(&w->soon, slots, rest));
             } else {
                 score_any(t, block, &p->q, p->query, b->d, &w->how, weights, NULL);
                 if (waits) raise_maximum(p, weights, KR, b->dim_v, 1);
                 weigh_stored(weights, KR, p, sum);
             }
         }
-        if (p->wide || too_high(sum)) tile_with_maximum(p, w, from, to, b->d, b->dim_v, sum);
+        if (p->wide || strange || too_high(sum)) tile_with_maximum(p, w, from, to, b->d, b->dim_v, sum);
     }
     UNROLL for (int j = 0; j < VR; j++) store(p->l + j * LANES, load(p->l + j * LANES) + sum[j]);
     const REAL *values = t->v + from * KR * t->ld_v;
