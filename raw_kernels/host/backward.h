@@ -111,11 +111,11 @@ INLINE void weigh_block_again(const REAL *k, int64_t ld, int64_t d, const gradie
 NOINLINE void weigh_again(const REAL *k, int64_t ld, int64_t d, int64_t n, const gradient_panel *q, REAL *p, wishes *w, int64_t rest)
 {
     const int64_t slots = d / ASK;
-#if WEIGH_LATER
-    for (int64_t i = 0; i < n; i++)
-        score_only(k + i * KR * ld, ld, q->query, d, p + i * KR * NR, wish(w, slots, (n - 1 - i) * slots + rest));
-    if (!weigh_scores(p, n * KR, q->lse, q->lse_low, NULL)) return;
-#endif
+    if (WEIGH_LATER) {
+        for (int64_t i = 0; i < n; i++)
+            score_only(k + i * KR * ld, ld, q->query, d, p + i * KR * NR, wish(w, slots, (n - 1 - i) * slots + rest));
+        if (!weigh_scores(p, n * KR, q->lse, q->lse_low, NULL)) return;
+    }
     for (int64_t i = 0; i < n; i++)
         weigh_block_again(k + i * KR * ld, ld, d, q, p + i * KR * NR, NULL, 0, 0, 0, VR, wish(w, slots, (n - 1 - i) * slots + rest));
 }

@@ -90,16 +90,15 @@ NOINLINE int weigh_full(const REAL *k, int64_t ld, const REAL *query, int64_t d,
 {
     const int64_t slots = d / ASK;
     for (int64_t i = 0; i < n; i++) {
+        const REAL *keys = k + i * KR * ld;
+        REAL *to = p + i * KR * NR;
         const char *const *soon = wish(w, slots, (n - 1 - i) * slots + rest);
-#if WEIGH_LATER
-        score_only(k + i * KR * ld, ld, query, d, p + i * KR * NR, soon);
+        if (WEIGH_LATER)
+            score_only(keys, ld, query, d, to, soon);
+        else
+            weigh_block(keys, ld, query, d, ref, to, sum, NULL, NULL, 0, 0, 0, VR, soon);
     }
-    return weigh_scores(p, n * KR, ref, NULL, sum);
-#else
-        weigh_block(k + i * KR * ld, ld, query, d, ref, p + i * KR * NR, sum, NULL, NULL, 0, 0, 0, VR, soon);
-    }
-    return 0;
-#endif
+    return WEIGH_LATER && weigh_scores(p, n * KR, ref, NULL, sum);
 }
 
 NOINLINE void weigh_tilted(const REAL *k, int64_t ld, const REAL *query, int64_t d, const REAL *ref, REAL *p, vec *sum,

@@ -11,12 +11,15 @@
 
 #include "scores.h"
 
-#ifndef BURST_AVX2
-#define WEIGH_LATER 0
+#ifndef WEIGH_LATER /* than the product */
+#ifdef BURST_AVX2
+#define WEIGH_LATER 1
 #else
-#define WEIGH_LATER 1 /* than the product */
+#define WEIGH_LATER 0
+#endif
+#endif
 
-#ifdef BURST_DOUBLE
+#if !defined(BURST_AVX2) || defined(BURST_DOUBLE)
 #define CHAINS 4
 
 INLINE vec weight_of(vec t, ivec *most)
@@ -83,5 +86,4 @@ INLINE int weigh_scores(REAL *s, int64_t keys, const REAL *ref, const REAL *low,
     return is_strange(most);
 }
 
-#endif
 #endif
