@@ -12,10 +12,10 @@
 #include "scores.h"
 
 #ifndef WEIGH_LATER /* than the product */
-#ifdef BURST_AVX2
-#define WEIGH_LATER 1
-#else
+#if defined(BURST_AVX512) || defined(__aarch64__) /* 32 registers */
 #define WEIGH_LATER 0
+#else
+#define WEIGH_LATER 1
 #endif
 #endif
 
