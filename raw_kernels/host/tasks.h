@@ -266,8 +266,8 @@ INLINE unsigned set_modes(unsigned modes) { return modes; }
 #endif
 
 /* Between tiles.  Thread 0 is the thread that called: it alone gives MPI its progress.  A call that took less than this
- * moved no message; then the next ones come up to four times as seldom, until one does, and up to 16 times when
- * nothing is under way any more. */
+ * moved no message; then the next ones come up to four times as seldom, until one does.  Once nothing is under way they
+ * come 40 times as seldom, however long one took: with cold caches that is more than this. */
 #define MOVED_NS 20000
 
 INLINE int stopped(call *c) { return atomic_load_explicit(&c->stop, memory_order_relaxed); }
@@ -282,8 +282,8 @@ INLINE int carry_on(call *c, int thread)
             set_modes(modes);
             if (told == BURST_STOP) atomic_store(&c->stop, 1);
             c->heard = now_ns();
-            const int moved = c->heard - now > MOVED_NS, most = told == BURST_CALM ? 16 : 4;
-            c->pause = moved ? c->b->interval_ns : MIN(2 * c->pause, most * c->b->interval_ns);
+            const int moved = c->heard - now > MOVED_NS;
+            c->pause = told == BURST_CALM ? 40 * c->b->interval_ns : moved ? c->b->interval_ns : MIN(2 * c->pause, 4 * c->b->interval_ns);
         }
     }
     return !stopped(c);
