@@ -5,6 +5,7 @@
     python benchmarks/host.py --isa avx2          # or avx512, amx-bf16 (float32 by AVX-512), portable
     python benchmarks/host.py --rules             # rules, grouped heads, odd head dims
     python benchmarks/host.py --threads           # two threads beside one
+    python benchmarks/host.py --beside=-DWEIGH_LATER=0   # beside the same sources built with this flag, and whether bits are the same
     python benchmarks/host.py --first             # the first call of a program, with an empty cache and with a full one
 
 Machines are shared and clocks move: the two are run in turn, again and again, and a figure is the median of the
@@ -193,17 +194,22 @@ RULES = {
 }
 
 
-def beside(name, one, two, repeats):
-    """Rate of one over rate of two, forward and backward, run in turn."""
-    cells = []
+def ratios_of(one, two, repeats):
+    """Rate of one over rate of two, forward and backward, run in turn: medians."""
+    medians = []
     for i, way in enumerate(("forward", "backward")):
         a, b = getattr(one, way), getattr(two, way)
         a(), b()
         ratios = []
         for _ in range(repeats):
             ratios.append((one.flops[i] / seconds(a)) / (two.flops[i] / seconds(b)))
-        cells.append(f"{statistics.median(ratios):.2f}")
-    print(f"| {name} | {' | '.join(cells)} |", flush=True)
+        medians.append(statistics.median(ratios))
+    return medians
+
+
+def beside(name, one, two, repeats):
+    """A line of the table of rules."""
+    print(f"| {name} | {' | '.join(f'{x:.2f}' for x in ratios_of(one, two, repeats))} |", flush=True)
 
 
 def rules(backend, repeats, dtype="float32"):
@@ -220,6 +226,17 @@ def rules(backend, repeats, dtype="float32"):
     for x in (tiny.q, tiny.k, tiny.v, tiny.dout):
         x *= 1e-39
     beside("subnormal inputs / causal", tiny, causal, repeats)
+
+
+def built_otherwise(backend, other, cases, rows, heads, repeats):
+    """The kernels beside themselves, built with other flags: what a choice in the sources is worth."""
+    print("| rate, beside the other build | forward | backward | bits |\n|---|---|---|---|")
+    for case in cases:
+        dtype, d, rule = case.split(":")
+        one, two = (Ours(x, dtype, int(d), {"causal": rule == "causal"}, heads, rows) for x in (backend, other))
+        cells = ratios_of(one, two, repeats)
+        same = all(getattr(one, x).tobytes() == getattr(two, x).tobytes() for x in ("out", "lse", "dq", "dk", "dv"))
+        print(f"| {dtype} d {d} {rule} | {' | '.join(f'{x:.3f}' for x in cells)} | {'the same' if same else 'others'} |", flush=True)
 
 
 def threads(isa, repeats):
@@ -291,6 +308,7 @@ def main():
     parser.add_argument("--flags", default="", help="more flags for the compiler, such as -DBURST_KEYS_FORWARD=96")
     parser.add_argument("--rules", action="store_true", help="rules, grouped heads and odd head dims, beside the plain case")
     parser.add_argument("--threads", action="store_true", help="two threads beside one")
+    parser.add_argument("--beside", metavar="FLAGS", help="beside the same sources built with these flags, in place of torch")
     parser.add_argument("--first", action="store_true", help="the first call of a program")
     args = parser.parse_args()
     if args.first:
@@ -299,6 +317,9 @@ def main():
     backend = host.HostBackend(args.isa, threads=1, extra_flags=args.flags.split())
     if args.rules:
         return rules(backend, args.repeats)
+    if args.beside:
+        other = host.HostBackend(args.isa, threads=1, extra_flags=args.beside.split())
+        return built_otherwise(backend, other, args.case or CASES, args.rows, args.heads, args.repeats)
     if args.threads:
         return threads(args.isa, args.repeats)
     print(f"{backend.isa}, {args.rows} tokens, {args.heads} heads, one thread, median of {args.repeats}")
