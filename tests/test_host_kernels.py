@@ -123,6 +123,22 @@ def test_scores_that_grow_without_end(backend):
         run(backend, dout, q, k, v, "float32", scale=1.0, cuts=(100, 500))
 
 
+def test_weights_of_a_loop_of_their_own_are_those_behind_the_product():
+    """To the bit (weigh.h): also where they vanish, where m is far too low, for a NaN, and by an lse that is not the rows' own."""
+    isa = next(x for x in ISAS if x in ("avx512", "avx2", "portable") and not missing(x))
+    builds = [HostBackend(isa, threads=1, extra_flags=(f"-DWEIGH_LATER={n}",)) for n in (0, 1)]
+    rng = np.random.default_rng(17)
+    for gain, low in ((1, 0), (30, 0), (300, 0), (1, 100), (1, np.nan)):
+        q, k, v, dout = kit.arrays(rng, 1, 260, 260, 2, 1, 36, 20, "float32", gain)
+        k[:, 150:154, :, 0], q[:, 30, 0] = 3.0 * gain, np.nan if low else q[:, 30, 0]
+        for options in ({}, {"causal": True, "documents": (0, 70, 260)} if low else {"window": (80, 90)}):
+            one, two = ([*kit.forward(x, q, k, v, cuts=(130,), **options)] for x in builds)
+            for x, results in zip(builds, (one, two)):
+                results += kit.backward(x, dout, q, k, v, results[0], results[1] - np.float32(low), cuts=(130,), **options)
+            for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), one, two):
+                assert np.array_equal(a, b, equal_nan=True), (name, gain, low, options)
+
+
 def strided(x, rng):
     """The same values behind awkward strides."""
     axes = rng.permutation(4)
