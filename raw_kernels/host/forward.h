@@ -1,7 +1,7 @@
 /* Forward: a group of query panels against the tiles of keys that it sees, into the running (out, lse).
  *
  *   S = K Q'                      in registers, KR keys x a panel at a time
- *   P = 2^(S - m),  l += sum P    still in registers; P to L1
+ *   P = 2^(S - m),  l += sum P    still in registers; P to L1 (with 16 registers: from L1 to L1, weigh.h)
  *   O' += V' P                    from L1
  *
  * There is no maximum in this loop: m is that of the first block a lane computes (`leading_block`), and stays.  A lane whose sum
