@@ -4,7 +4,8 @@
     python benchmarks/tiles.py --svg docs/tiles.svg             # and the picture of docs/host.md
 
 Each size is a build of its own (-DBURST_KEYS_FORWARD, -DBURST_KEYS_BACKWARD, -DBURST_PANELS).  All builds are run in
-turn, round after round, and the peak before each run; a cell is the median of its shares.  float32, one thread.  Groups
+turn, round after round, and the peak before each run; a cell is its best run beside the best peak, as what disturbs a run only
+slows it: with medians a shared machine's neighbours outweigh the sizes.  float32, one thread.  Groups
 are made smaller where there would be too few tasks or more than 1 MB (tasks.h); eight heads keep them as they are told to
 be up to 1056 queries forward and 720 backward at d 64, 720 and 432 at d 128: columns beyond that repeat.
 """
@@ -12,7 +13,6 @@ be up to 1056 queries forward and 720 backward at d 64, 720 and 432 at d 128: co
 from __future__ import annotations
 
 import argparse
-import statistics
 
 import host as bench
 
@@ -31,14 +31,14 @@ def sweep(isa, d, rows, heads, rounds):
             flags = [f"-DBURST_KEYS_FORWARD={keys}", f"-DBURST_KEYS_BACKWARD={keys}", f"-DBURST_PANELS={panels}"]
             cells[keys, panels] = bench.Ours(host.HostBackend(isa, threads=1, extra_flags=flags), "float32", d, {}, heads, rows)
     peak = bench.Peak(isa)
-    shares = {at: ([], []) for at in cells}
+    limit, rates = 0.0, {at: ([], []) for at in cells}
     for _ in range(rounds):
         for at, block in cells.items():
-            for run, flops, into in zip((block.forward, block.backward), block.flops, shares[at]):
-                limit = peak()
-                into.append(flops / bench.seconds(run) * 1e-9 / limit)
+            for run, flops, into in zip((block.forward, block.backward), block.flops, rates[at]):
+                limit = max(limit, peak())
+                into.append(flops / bench.seconds(run) * 1e-9)
     lanes = next(iter(cells.values())).backend._unit(bench.np.float32).tile_rows
-    return {at: tuple(map(statistics.median, pair)) for at, pair in shares.items()}, lanes
+    return {at: tuple(max(rate) / limit for rate in pair) for at, pair in rates.items()}, lanes
 
 
 def table(cells, lanes, way):

@@ -242,7 +242,7 @@ def test_memory_is_read_as_the_formula_says(kernels, d, rule):
 # x of the loop of full tiles: other instructions per HMMA
 LIMITS = {(arch, d): {64: 2.5, 128: 1.5}[d] for arch in ("80", "86", "89", "90", "100", "120") for d in (64, 128)}
 STATIC = [
-    *(("bfloat16", arch, d, d) for arch in ("80", "90", "120") for d in (64, 128)),
+    *(("bfloat16", arch, d, d) for arch, d in (("80", 64), ("80", 128), ("90", 64), ("90", 128), ("120", 64))),
     *(pytest.param(dtype, arch, d, dv, marks=pytest.mark.slow) for dtype in HALVES for arch in tiles.ARCHITECTURES
       for d, dv in (*((d, d) for d in tiles.HEAD_DIMS), (192, 128)) if (arch, dtype) != ("75", "bfloat16")),
 ]  # fmt: skip
@@ -274,7 +274,7 @@ def test_no_worse_on_sm_90(kernels, d):
     """As few instructions a trip as on sm_80, without those that do nothing."""
     if kernels.sass.nvdisasm() is None:
         pytest.skip("nvdisasm is missing: pip install nvidia-cuda-nvdisasm")
-    old, new = (kernels.figures("forward", arch, "bfloat16", d).full for arch in ("80", "90"))
+    old, new = (kernels.figures("forward", arch, "bfloat16", d, d, SORTED=0).full for arch in ("80", "90"))  # as above: compiled once
     assert len(new.body) - new.fillers <= len(old.body) - old.fillers, (new.mix(), old.mix())
 
 
