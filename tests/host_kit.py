@@ -2,17 +2,62 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import platform
+from contextlib import nullcontext
+from pathlib import Path
+from unittest import mock
 
 import ml_dtypes
 import numpy as np
+import pytest
 
-from burstmpi.backends import reference
+from burstmpi.backends import host, reference
 from burstmpi.backends.base import Dims, Tally, Work
 from burstmpi.checks import accumulator
 from burstmpi.rules import Rules, Sight
 
 DTYPES = {"float64": np.float64, "float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+
+IN_C = Path(__file__).resolve().parent / "cross" / "avx512.h"
+
+
+def flags_for(isa):
+    """Flags with which this CPU runs the kernels of an instruction set: none where it has it; skips the test where that cannot be.
+
+    Where it lacks AVX-512 or AMX, their intrinsics are plain C (cross/avx512.h): the same kernels by other instructions.  Little is
+    optimised then, as that would take the compiler twenty times as long.
+    """
+    lacks = host.missing(isa)
+    if not lacks:
+        return ()
+    if isa == "amx-bf16":
+        pytest.skip(f"this CPU has no {', '.join(lacks)}, and in plain C these kernels are those of amx and of avx512")
+    if platform.machine() != "x86_64" or host.missing("avx2"):
+        pytest.skip(f"this CPU has no {', '.join(lacks)}")
+    version = hashlib.sha256(IN_C.read_bytes()).hexdigest()[:16]  # for the cache, which looks at the kernels' own headers only
+    return (
+        "-mno-amx-bf16", "-mno-amx-tile", "-mno-avx512f", "-mavx2", "-mfma", "-Wno-psabi", "-Og",
+        f"-DAVX512_IN_C=0x{version}", "-include", str(IN_C),
+    )  # fmt: skip
+
+
+def isas(slow=()):
+    """Every instruction set as a parameter; slow are those that are named, and those that this CPU would run in plain C."""
+    return [pytest.param(isa, marks=pytest.mark.slow) if isa in slow or host.missing(isa) else isa for isa in host.ISAS]
+
+
+def backend_of(isa, threads=1, extra_flags=()):
+    """A backend of an instruction set, in plain C where this CPU lacks it."""
+    flags = flags_for(isa)
+    with mock.patch.object(host, "missing", lambda isa: []) if flags else nullcontext():
+        try:
+            return host.HostBackend(isa, threads=threads, extra_flags=(*flags, *extra_flags))
+        except host.BuildError as error:
+            if not flags:
+                raise
+            pytest.skip(f"this CPU has no {isa}, and the compiler does not know it: {error}")  # probe.c; no kernel was compiled
 
 
 def arrays(rng, batch, rows_q, rows_k, heads, kv_heads, d, dv, dtype, gain=1.0):

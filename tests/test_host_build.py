@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import host_kit as kit
 import numpy as np
 import pytest
 
@@ -327,9 +328,8 @@ import sys
 import numpy as np
 sys.path.insert(0, {here!r})
 import host_kit as kit
-from burstmpi.backends.host import HostBackend
 rng = np.random.default_rng(0)
-backend = HostBackend({isa!r}, threads=3, extra_flags={flags!r})
+backend = kit.backend_of({isa!r}, threads=3, extra_flags={flags!r})
 cases = [(130, 201, 4, 2, 40, 24, dict(causal=True)), (1, 700, 2, 1, 3, 65, dict()), (97, 31, 2, 2, 64, 64, dict(window=(9, 4), softcap=5.0)),
          (300, 300, 2, 2, 33, 1, dict(alibi_slopes=(0.5, 0.1), documents=(0, 150, 300)))]
 for dtype in {dtypes!r}:
@@ -345,12 +345,9 @@ print("finished")
 
 # The fastest and the plainest here; the others by -m slow, as each takes half a minute.
 @needs_compiler
-@pytest.mark.parametrize(
-    "isa", [isa if isa in ("amx", "avx512bf16", "portable") else pytest.param(isa, marks=pytest.mark.slow) for isa in host.ISAS]
-)
+@pytest.mark.parametrize("isa", kit.isas(slow=("amx-bf16", "avx512", "avx2")))
 def test_sanitizers_report_nothing(isa, tmp_path):
-    if host.missing(isa):
-        pytest.skip(f"this CPU has no {', '.join(host.missing(isa))}")
+    kit.flags_for(isa)  # skips what cannot run
     found = subprocess.run([*compile.compiler(), "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
     if not os.path.isabs(found):
         pytest.skip("this compiler has no libasan")

@@ -33,10 +33,7 @@ NARROW = ("amx", "amx-bf16", "avx512bf16")  # P and dS are rounded to bfloat16 b
 
 @pytest.fixture(scope="module", params=list(ISAS))
 def backend(request):
-    lacks = missing(request.param)
-    if lacks:
-        pytest.skip(f"this CPU has no {', '.join(lacks)}")
-    return HostBackend(request.param, threads=1)
+    return kit.backend_of(request.param)
 
 
 def run(backend, dout, q, k, v, dtype, factor=2.0, cuts=(), **options):

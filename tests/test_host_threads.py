@@ -25,6 +25,10 @@ def isa(request):
     return request.param
 
 
+every_isa = pytest.mark.parametrize("isa", kit.isas())
+
+
+@every_isa
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (60, 10)}], ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 def test_same_bits_on_any_number_of_threads(isa, dtype, options):
@@ -32,7 +36,7 @@ def test_same_bits_on_any_number_of_threads(isa, dtype, options):
     q, k, v, dout = kit.arrays(rng, 2, 1100, 700, 4, 2, 24, 40, dtype)
     seen = set()
     for threads in (1, 2, 4, 7, 2, 1):
-        backend = HostBackend(isa, threads=threads)
+        backend = kit.backend_of(isa, threads)
         tally = base.Tally()
         out, lse = kit.forward(backend, q, k, v, cuts=(333,), tally=tally, **options)
         grads = kit.backward(backend, dout, q, k, v, out, lse, cuts=(333,), tally=tally, **options)
@@ -54,11 +58,12 @@ class Stop(Exception):
     pass
 
 
+@every_isa
 @pytest.mark.parametrize("threads", [1, 3])
 def test_what_progress_raises_stops_the_kernel(isa, threads):
     rng = np.random.default_rng(2)
     q, k, v, dout = kit.arrays(rng, 1, 6000, 6000, 8, 8, 64, 64, "float32")
-    backend = HostBackend(isa, threads=threads)
+    backend = kit.backend_of(isa, threads)
 
     def progress():
         raise Stop("enough")

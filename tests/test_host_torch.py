@@ -7,8 +7,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from burstmpi.backends.host import ISAS, HostBackend, missing
-
 pytestmark = pytest.mark.peer
 
 
@@ -32,15 +30,12 @@ def torch_run(dout, q, k, v, causal):
 
 @pytest.mark.parametrize("gain", [1, 8, 40, 200])
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("isa", list(ISAS))
+@pytest.mark.parametrize("isa", kit.isas())
 def test_float32_error_beside_torch(isa, causal, gain):
-    lacks = missing(isa)
-    if lacks:
-        pytest.skip(f"this CPU has no {', '.join(lacks)}")
+    backend = kit.backend_of(isa)
     rng = np.random.default_rng(gain)
     q, k, v, dout = kit.arrays(rng, 1, 512, 512, 4, 4, 64, 64, "float32", gain)
     true = kit.exact(dout, q, k, v, causal=causal)
-    backend = HostBackend(isa, threads=1)
     out, lse = kit.forward(backend, q, k, v, causal=causal)
     grads = kit.backward(backend, dout, q, k, v, out, lse, causal=causal)
     theirs = torch_run(dout, q, k, v, causal)
