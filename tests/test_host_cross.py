@@ -84,6 +84,23 @@ def test_on_arm(dtype, vectors, tmp_path):
         check(*attend([emulator, str(program)], tmp_path, case, dtype, threads=2), dtype)
 
 
+TILES = ("-mamx-tile", "-mamx-bf16", "-DBURST_TILES")
+BESIDE = {"avx512": (), "avx512bf16": ("-mavx512bf16",), "amx": ("-mavx512bf16", *TILES)}
+
+
+@pytest.mark.parametrize("isa", list(BESIDE))
+def test_plain_c_does_what_instructions_do(isa, tmp_path):
+    """cross/avx512.h, by which kernels run where the CPU lacks AVX-512 or AMX, beside the instructions themselves."""
+    if host.missing(isa):
+        pytest.skip(f"this CPU has no {', '.join(host.missing(isa))}")
+    program = tmp_path / "avx512_main"
+    flags = ["-O2", "-Wno-psabi", "-ffp-contract=off", "-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl", "-mfma", *BESIDE[isa]]
+    done = subprocess.run(["gcc", *flags, str(MAIN.with_name("avx512_main.c")), "-o", str(program), "-lm"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    done = subprocess.run([str(program)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout
+
+
 FUSED = """
 #include <stdio.h>
 #include "vec.h"

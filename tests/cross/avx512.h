@@ -1,8 +1,8 @@
 /* The intrinsics of AVX-512, AVX512_BF16 and AMX that raw_kernels/host uses, in plain C: its kernels for these instruction sets then run
  * on any x86 CPU.  Included before everything else (-include), with -mno-avx512f, so that no such instruction is left.
  *
- * What instructions do is taken from Intel's manual, in the order of its pseudo-code.  What a compiler makes of the real intrinsics is
- * not seen here, nor how fast it is.
+ * What instructions do is taken from Intel's manual, in the order of its pseudo-code; avx512_main.c holds it against the instructions
+ * themselves where there are any (BURST_BESIDE).  What a compiler makes of the real intrinsics is not seen here, nor how fast it is.
  */
 #ifndef BURST_TESTS_AVX512_H
 #define BURST_TESTS_AVX512_H
@@ -12,7 +12,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#ifdef __AVX512F__
+#if defined(__AVX512F__) && !defined(BURST_BESIDE)
 #error "-mno-avx512f is missing: kernels would not be what is tested"
 #endif
 
@@ -300,8 +300,16 @@ static __attribute__((noinline)) void plain_tile_dpbf16ps(int c, int a, int b)
     }
 }
 
+PLAIN __m512i plain_set_epi16(const uint16_t *x) /* from the last to the first */
+{
+    plain512 r;
+    LANES_OF(uint16_t) r.h[i] = x[31 - i];
+    return r.si;
+}
+
 /* ---------------------------------------------------------------- by their names */
 
+#ifndef BURST_BESIDE
 #define _mm512_set1_ps plain_set1_ps
 #define _mm512_set1_pd plain_set1_pd
 #define _mm512_set1_epi32 plain_set1_epi32
@@ -331,14 +339,7 @@ static __attribute__((noinline)) void plain_tile_dpbf16ps(int c, int a, int b)
 #define _mm512_scalef_pd plain_scalef_pd
 #define _mm512_cvtne2ps_pbh plain_cvtne2ps_pbh
 #define _mm512_dpbf16_ps plain_dpbf16
-/* From the last to the first */
-#define _mm512_set_epi16(...) plain_loadu_reversed((const uint16_t[32]){__VA_ARGS__})
-PLAIN __m512i plain_loadu_reversed(const uint16_t *x)
-{
-    plain512 r;
-    LANES_OF(uint16_t) r.h[i] = x[31 - i];
-    return r.si;
-}
+#define _mm512_set_epi16(...) plain_set_epi16((const uint16_t[32]){__VA_ARGS__})
 
 #undef _tile_loadconfig
 #undef _tile_release
@@ -352,5 +353,6 @@ PLAIN __m512i plain_loadu_reversed(const uint16_t *x)
 #define _tile_loadd plain_tile_loadd
 #define _tile_stored plain_tile_stored
 #define _tile_dpbf16ps plain_tile_dpbf16ps
+#endif
 
 #endif
