@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_host_cross import CASES, attend, build, check
+from test_host_cross import BESIDE, CASES, attend, beside, build, build_beside, check
 
 from burstmpi.backends import host
 
@@ -44,6 +44,13 @@ def test_on_an_emulated_cpu(isa, dtype, tmp_path):
     program = build(["gcc"], tmp_path, "-static", *flags, "-pthread", "-DBURST_PTHREADS")
     for case in (*CASES, *LARGER):
         check(*attend([*EMULATED, str(program)], tmp_path, case, dtype), dtype, narrow)
+
+
+@pytest.mark.parametrize("isa", list(BESIDE))
+def test_plain_c_does_what_emulated_instructions_do(isa, tmp_path):
+    """Two that know nothing of each other: cross/avx512.h and Bochs."""
+    program = build_beside(tmp_path, "-static", *BESIDE[isa], *(() if isa == "avx512" else ("-include", str(CROSS / "bochs.h"))))
+    assert beside([*EMULATED, str(program)], tmp_path) == "0 differ\n"
 
 
 ECHO = """
