@@ -100,7 +100,7 @@ def beside(words, tmp_path):
     """What that program tells."""
     given, got = tmp_path / "input", tmp_path / "output"
     given.touch()
-    done = subprocess.run([*words, str(given), str(got)], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([*words, str(given), str(got)], capture_output=True, text=True, timeout=600)
     assert got.exists(), f"{done.returncode}: {done.stderr[-3000:]}"
     return got.read_text()
 

@@ -1,6 +1,6 @@
 """Run a static x86-64 Linux program on an emulated CPU with AVX-512 and AMX: Bochs, with machine.c for a ROM.
 
-    python tests/cross/bochs.py --get FOLDER       # Debian's packages, unpacked there by this machine's own apt; 300 MB, no root
+    python tests/cross/bochs.py --get FOLDER       # Debian's packages, unpacked there by this machine's own apt; 200 MB, no root
     BURSTMPI_BOCHS=FOLDER python tests/cross/bochs.py PROGRAM INPUT OUTPUT
 
 The program has one thread and two files: the input, to be read once, and the output.  Its exit status is passed on.
@@ -22,6 +22,7 @@ KEYS = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 HERE = Path(__file__).resolve().parent
 MEGABYTES = 1024
 PAGE = 4096
+SECONDS = 540  # less than callers wait: Bochs would outlive them
 CONFIGURATION = """
 config_interface: textconfig
 display_library: term
@@ -122,7 +123,8 @@ def run(root: Path, program: Path, given: Path, got: Path) -> int:
         (work / "bochsrc").write_text(CONFIGURATION.format(work=work, root=root, megabytes=MEGABYTES))
         environ = {**os.environ, "TERM": "dumb", "TERMINFO": str(root / "usr/share/terminfo"), "BXSHARE": str(root / "usr/share/bochs"),
                    "LTDL_LIBRARY_PATH": str(root / "usr/lib/x86_64-linux-gnu/bochs/plugins")}  # fmt: skip
-        done = subprocess.run([*started(root, "bochs-bin"), "-q", "-f", str(work / "bochsrc")], stdin=subprocess.DEVNULL, capture_output=True, env=environ)
+        words = [*started(root, "bochs-bin"), "-q", "-f", str(work / "bochsrc")]
+        done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, env=environ, timeout=SECONDS)
         log = (work / "log").read_text(errors="replace") if (work / "log").exists() else ""
         results = (work / "results").read_bytes() if (work / "results").exists() else b""
         if "shutdown requested" not in log or len(results) < 8:
