@@ -48,6 +48,11 @@ def isas(slow=()):
     return [pytest.param(isa, marks=pytest.mark.slow) if isa in slow or host.missing(isa) else isa for isa in host.ISAS]
 
 
+def plain():
+    """Instruction sets that this CPU runs in plain C alone."""
+    return [isa for isa in host.ISAS if host.missing(isa) and isa != "amx-bf16"]
+
+
 def backend_of(isa, threads=1, extra_flags=()):
     """A backend of an instruction set, in plain C where this CPU lacks it."""
     flags = flags_for(isa)

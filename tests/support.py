@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
+import host_kit as kit
 import ml_dtypes
 import numpy as np
 import pytest
 
-from burstmpi.backends import choose, reference
+from burstmpi.backends import BACKENDS, choose, reference
 from burstmpi.layout import placement_of
 from burstmpi.rules import Rules
 
@@ -202,10 +204,14 @@ def check(got: dict, expected: Truth) -> None:
 
 
 def forced(name, monkeypatch) -> str:
-    """A backend's name; host-isa is "host", with that instruction set forced.  Skips where it cannot be had on this machine."""
+    """A backend's name; host-isa is "host", with that instruction set forced, in plain C where the CPU lacks it.
+
+    Skips where it cannot be had on this machine.
+    """
     name, _, isa = name.partition("-")
     if isa:
         monkeypatch.setenv("BURSTMPI_ISA", isa)
+        monkeypatch.setitem(BACKENDS, "host", partial(kit.backend_of, isa, threads=None))
     try:
         made = choose(name)
     except ValueError as error:

@@ -1,6 +1,7 @@
 """The whole way, under MPI: rules × layouts × types × both backward ways, against dense attention.
 
-Of the instruction sets that this CPU has, one rank runs them all, and more ranks the first, with a part for the others.
+Of the instruction sets that this CPU has, one rank runs them all, and more ranks the first, with a part for the others.  Those that
+it lacks run in plain C, with -m slow.
 BURSTMPI_ISA=portable ./mpi_run.sh test -n 1,2,3,4,7 tests/test_ring.py runs all of it by that one.
 The matrix is whole on one rank and, by the compiled kernels, on two; elsewhere each rule, layout and way has half of the types (lengths), from
 four ranks on a third, and ./mpi_run.sh test -n 1,2,3,4,7 -m "slow or not slow" tests/test_ring.py has them all.
@@ -10,6 +11,7 @@ import os
 from functools import cache
 from itertools import product
 
+import host_kit as kit
 import numpy as np
 import pytest
 from mpi4py import MPI
@@ -25,8 +27,11 @@ pytestmark = pytest.mark.mpi
 LENGTH = 29
 
 # The ring does not know who computes: one rank has every backend, two the compiled one and NumPy, more the default one.
-OTHERS = () if os.environ.get("BURSTMPI_ISA") else tuple(f"host-{isa}" for isa in available()[1:])
-BACKENDS = {1: ("host", *OTHERS, "numpy"), 2: ("host", "numpy")}.get(MPI.COMM_WORLD.size, ("auto",))
+ONE = bool(os.environ.get("BURSTMPI_ISA"))
+OTHERS = () if ONE else tuple(f"host-{isa}" for isa in available()[1:])
+PLAIN = () if ONE else tuple(f"host-{isa}" for isa in kit.plain())
+BACKENDS = {1: ("host", *OTHERS, *PLAIN, "numpy"), 2: ("host", "numpy")}.get(MPI.COMM_WORLD.size, ("auto",))
+ANY_OTHER = [*OTHERS, *(pytest.param(name, marks=pytest.mark.slow) for name in PLAIN)]
 
 
 @pytest.fixture
@@ -46,9 +51,9 @@ def matrix(last):
     size = MPI.COMM_WORLD.size
     share = 3 if size >= 4 else 2
     for (i, rule), (j, layout), (n, way), (m, x), backend in product(*map(enumerate, (RULES, LAYOUTS, ("q", "kv"), last)), BACKENDS):
-        whole = size == 1 or (size == 2 and backend == "host")
+        whole = (size == 1 or (size == 2 and backend == "host")) and backend not in PLAIN
         kept = (i + j + n + m + size // 2) % share == 1
-        marks = () if whole or kept else pytest.mark.slow
+        marks = () if whole or (kept and backend not in PLAIN) else pytest.mark.slow
         yield pytest.param(rule, layout, way, x, backend, marks=marks)
 
 
@@ -70,7 +75,7 @@ def test_cross_attention(comm, rule, layout, nk, backward, backend):
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("backend", OTHERS, indirect=True)
+@pytest.mark.parametrize("backend", ANY_OTHER, indirect=True)
 @pytest.mark.parametrize("backward", ["q", "kv"])
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("rule, layout", [("full", "mixed"), ("causal", "zigzag"), ("everything", "striped")])
@@ -99,7 +104,7 @@ def test_any_length_on_any_number_of_ranks(comm, nq, nk, layout, backward):
 
 
 @pytest.mark.mpi(ranks=2)
-@pytest.mark.parametrize("backend", ["host", *OTHERS], indirect=True)
+@pytest.mark.parametrize("backend", ["host", *ANY_OTHER], indirect=True)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("backward", ["q", "kv"])
 def test_ranks_that_differ_by_a_row(comm, backward, dtype, backend):

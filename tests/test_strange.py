@@ -1,5 +1,6 @@
 """NaN and infinities in the input reach the rows that see them, and no others."""
 
+import host_kit as kit
 import numpy as np
 import pytest
 from support import forced, problem, rules, run
@@ -84,7 +85,9 @@ def test_ring(comm, rule, layout, what, value, backward, backend):
 
 
 @pytest.mark.mpi(ranks=1)
-@pytest.mark.parametrize("backend", ["numpy", *(f"host-{isa}" for isa in available())])
+@pytest.mark.parametrize(
+    "backend", ["numpy", *(f"host-{isa}" for isa in available()), *(pytest.param(f"host-{isa}", marks=pytest.mark.slow) for isa in kit.plain())]
+)
 @pytest.mark.parametrize("backward", ["q", "kv"])
 @pytest.mark.parametrize("rule", ["window", "documents, causal, window", "everything"])
 @pytest.mark.parametrize("what, value", [*CASES, ("q", -np.inf), ("k", -np.inf)])
