@@ -51,9 +51,9 @@ def matrix(last):
     size = MPI.COMM_WORLD.size
     share = 3 if size >= 4 else 2
     for (i, rule), (j, layout), (n, way), (m, x), backend in product(*map(enumerate, (RULES, LAYOUTS, ("q", "kv"), last)), BACKENDS):
-        whole = (size == 1 or (size == 2 and backend == "host")) and backend not in PLAIN
+        whole = size == 1 or (size == 2 and backend == "host")
         kept = (i + j + n + m + size // 2) % share == 1
-        marks = () if whole or (kept and backend not in PLAIN) else pytest.mark.slow
+        marks = () if (whole or kept) and backend not in PLAIN else pytest.mark.slow
         yield pytest.param(rule, layout, way, x, backend, marks=marks)
 
 
