@@ -31,7 +31,7 @@ RULES = {
 NARROW = ("amx", "amx-bf16", "avx512bf16")  # P and dS are rounded to bfloat16 before they are multiplied
 
 
-@pytest.fixture(scope="module", params=list(ISAS))
+@pytest.fixture(scope="module", params=kit.isas())
 def backend(request):
     return kit.backend_of(request.param)
 
@@ -74,6 +74,13 @@ def test_the_check_would_notice(strange):
             kit.error("out", got.astype(kit.DTYPES["bfloat16"]), true)
     kit.check("out", spoilt.astype(np.float32), spoilt, spoilt, "float32")
     assert kit.error("out", 2 * spoilt, spoilt) == 1
+
+
+@pytest.mark.parametrize("isa, dtype", [(isa, dtype) for isa in kit.plain() for dtype in kit.DTYPES if host.variant(isa, dtype)[0] == isa])
+@pytest.mark.parametrize("rule", list(RULES))
+def test_rules_in_plain_c(isa, rule, dtype):
+    """Of what is slow by instruction sets that this CPU lacks, this much in the default run."""
+    test_rules_and_types(kit.backend_of(isa), rule, dtype)
 
 
 @pytest.mark.parametrize("dtype", list(kit.DTYPES))
