@@ -16,6 +16,7 @@ typedef struct {
     float *dk, *dv;       /* [keys, depth], [keys, width]: sums of this group for this tile */
     float *rows;          /* [NR, ld], or [PIECES, NR, ld] of bfloat16 */
     int64_t ld, depth, width;
+    shares ahead; /* of the next tile's K and V and this tile's dK and dV (not with AMX) */
     bend how;
 } backward_room;
 
@@ -59,30 +60,7 @@ INLINE void put_weights(const backward_room *w, int64_t start, int i, int lane, 
     put_both(w->ds + at, w->plane, w->ds_pairs + (start + i * NR) / 2 + lane, w->plane / 2, ds);
 }
 
-/* P = 2^(factor s - lse), dS = P (dP - delta), for keys [from, to) and GROUP lanes of a block that is seen in full and not bent */
-NOINLINE void weigh_again(const backward_room *w, const float *s, const float *dp, float factor, const gradient_panel *q,
-                          int64_t start, int lane, int from, int to)
-{
-    for (int j = lane; j < lane + GROUP; j += 2 * LANES) {
-        vec lse[2], low[2], delta[2];
-        UNROLL for (int h = 0; h < 2; h++) {
-            lse[h] = load(q->lse + j + h * LANES);
-            low[h] = load(q->lse_low + j + h * LANES);
-            delta[h] = load(q->delta + j + h * LANES);
-        }
-        for (int i = from; i < to; i += 2) {
-            vec pv[2][2], dsv[2][2];
-            UNROLL for (int r = 0; r < 2; r++) UNROLL for (int h = 0; h < 2; h++) {
-                const int at = (i + r) * NR + j + h * LANES;
-                pv[r][h] = exp2_vec(fused(load(s + at), factor, lse[h]) - low[h]);
-                dsv[r][h] = pv[r][h] * (load(dp + at) - delta[h]);
-            }
-            put_weights(w, start, i, j, pv, dsv);
-        }
-    }
-}
-
-/* The same for any block: scores are bent and masked, and hidden pairs are 0 whatever came out there. */
+/* P = 2^(s log2(e) - lse), dS = P (dP - delta) of a block, whatever it is: scores are bent and masked, and hidden pairs are 0 whatever came out there. */
 NOINLINE void weigh_any(backward_room *w, float *s, float *dp, const gradient_panel *q, int64_t block, int cut, int64_t start)
 {
     const key_tile *t = &w->tile.at;
@@ -134,6 +112,98 @@ NOINLINE void add_gradients_carefully(gradient_panel *p, backward_room *w, const
         }
 }
 
+#ifdef BURST_DOT
+/* P and dS of a block that is not bent, two vectors of lanes at a time, in registers but for P as dS wants it.  Hidden pairs of a cut
+ * block are 0 whatever came out there. */
+INLINE void weigh_dots_again(backward_room *w, int64_t block, const gradient_panel *p, float factor, int64_t start, const int cut)
+{
+    const rows_of k = keys_of(&w->tile, block), v = values_of(&w->tile, block);
+    const uint32_t *query = p->query, *dout = p->dout;
+    const INT *pos = w->tile.at.pos + block * KR;
+    for (int lane = 0; lane < NR; lane += 2 * LANES) {
+        const int first = lane / LANES;
+        if (cut && !vector_sees(&w->tile.at, &p->q, block, first) && !vector_sees(&w->tile.at, &p->q, block, first + 1)) {
+            vec none[2][2] = {{{0}}};
+            for (int i = 0; i < KR; i += 2) put_weights(w, start, i, lane, none, none);
+            continue;
+        }
+        for (int key = 0; key < KR; key += DOT_ROWS) {
+            vec s[DOT_ROWS][3], weight[DOT_ROWS][2];
+            ask_shares(&w->ahead);
+            dot_block(k.at + key * k.ld, k.ld, query + lane, NR, w->depth / 2, s, 2);
+            UNROLL for (int h = 0; h < 2; h++) {
+                const vec lse = load(p->lse + lane + h * LANES), low = load(p->lse_low + lane + h * LANES);
+                UNROLL for (int i = 0; i < DOT_ROWS; i++) {
+                    vec x = exp2_short(fused(s[i][h], factor, lse) - low);
+                    if (cut) x = if_seen(&p->q, first + h, pos[key + i], x, zero());
+                    weight[i][h] = x;
+                }
+            }
+            dot_block(v.at + key * v.ld, v.ld, dout + lane, NR, w->width / 2, s, 2);
+            UNROLL for (int i = 0; i < DOT_ROWS; i += 2) {
+                vec pv[2][2], dsv[2][2];
+                UNROLL for (int r = 0; r < 2; r++) UNROLL for (int h = 0; h < 2; h++) {
+                    pv[r][h] = weight[i + r][h];
+                    dsv[r][h] = pv[r][h] * (s[i + r][h] - load(p->delta + lane + h * LANES));
+                    if (cut) dsv[r][h] = if_seen(&p->q, first + h, pos[key + i + r], dsv[r][h], zero()); /* delta may be NaN */
+                }
+                put_weights(w, start, key + i, lane, pv, dsv);
+            }
+        }
+    }
+}
+NOINLINE void weigh_full_again(backward_room *w, int64_t block, const gradient_panel *p, float factor, int64_t start)
+{
+    weigh_dots_again(w, block, p, factor, start, 0);
+}
+NOINLINE void weigh_cut_again(backward_room *w, int64_t block, const gradient_panel *p, float factor, int64_t start)
+{
+    weigh_dots_again(w, block, p, factor, start, 1);
+}
+
+/* P and dS of the blocks [from, to) */
+NOINLINE void weigh_blocks(const gradient_panel *p, backward_room *w, const burst_block *b, int64_t from, int64_t to, int full)
+{
+    const bf16_tile *t = &w->tile;
+    const int capped = w->how.softcap != 0, plain = !capped && !w->how.alibi;
+    share_out(&w->ahead, (to - from) * (KR / DOT_ROWS) * (VR / 2));
+    for (int64_t block = from; block < to; block++) {
+        const int64_t start = (block - from) * KR * NR;
+        const int cut = !full && block_sight(&t->at, &p->q, block) != FULL;
+        if (plain) {
+            (cut ? weigh_cut_again : weigh_full_again)(w, block, p, SCORE_FACTOR(b) * LOG2E, start);
+            continue;
+        }
+        bf16_scores(keys_of(t, block), columns_of(p->query, b->d), w->depth, w->s[0], 0);
+        bf16_scores(values_of(t, block), columns_of(p->dout, b->dim_v), w->width, w->dp[0], 0);
+        bend_scores(t, block, &p->q, b, &w->how, w->s[0], capped ? w->slopes : NULL);
+        weigh_any(w, w->s[0], w->dp[0], p, block, cut, start);
+    }
+}
+#else
+/* P = 2^(factor s - lse), dS = P (dP - delta), for keys [from, to) and GROUP lanes of a block that is seen in full and not bent */
+NOINLINE void weigh_again(const backward_room *w, const float *s, const float *dp, float factor, const gradient_panel *q,
+                          int64_t start, int lane, int from, int to)
+{
+    for (int j = lane; j < lane + GROUP; j += 2 * LANES) {
+        vec lse[2], low[2], delta[2];
+        UNROLL for (int h = 0; h < 2; h++) {
+            lse[h] = load(q->lse + j + h * LANES);
+            low[h] = load(q->lse_low + j + h * LANES);
+            delta[h] = load(q->delta + j + h * LANES);
+        }
+        for (int i = from; i < to; i += 2) {
+            vec pv[2][2], dsv[2][2];
+            UNROLL for (int r = 0; r < 2; r++) UNROLL for (int h = 0; h < 2; h++) {
+                const int at = (i + r) * NR + j + h * LANES;
+                pv[r][h] = exp2_vec(fused(load(s + at), factor, lse[h]) - low[h]);
+                dsv[r][h] = pv[r][h] * (load(dp + at) - delta[h]);
+            }
+            put_weights(w, start, i, j, pv, dsv);
+        }
+    }
+}
+
 /* P and dS of the blocks [from, to).  The products of the next block are made between the weights of this one. */
 NOINLINE void weigh_blocks(const gradient_panel *p, backward_room *w, const burst_block *b, int64_t from, int64_t to, int full)
 {
@@ -158,6 +228,7 @@ NOINLINE void weigh_blocks(const gradient_panel *p, backward_room *w, const burs
         }
     }
 }
+#endif
 
 NOINLINE int backward_tile(gradient_panel *p, backward_room *w, const call *c, int64_t batch, int64_t head)
 {
@@ -179,6 +250,15 @@ NOINLINE int backward_tile(gradient_panel *p, backward_room *w, const call *c, i
         bf16_add_panel(turned_of(t, from), slope_pairs, keys, p->dq, w->depth);
     }
     return 1;
+}
+
+/* What panel `part` of `parts` asks for: its part of the next tile's keys, and of the rows to which this tile's sums will be added. */
+INLINE void stream_ahead(shares *s, const call *c, const key_tile *t, int64_t batch, int64_t head, int64_t next, int64_t part, int64_t parts)
+{
+    const int64_t from = t->first + part_start(t, part, parts), to = t->first + part_start(t, part + 1, parts);
+    stream_next(s->of, c, batch, head, next, part, parts);
+    s->of[2] = stream_of(&c->b->dk, batch, head, from, to, c->b->d, TYPE_OF_REAL);
+    s->of[3] = stream_of(&c->b->dv, batch, head, from, to, c->b->dim_v, TYPE_OF_REAL);
 }
 
 static void backward_worker(call *c, int thread, arena scratch)
@@ -209,6 +289,7 @@ static void backward_worker(call *c, int thread, arena scratch)
             memset(w.dk, 0, keys * w.depth * sizeof(float));
             memset(w.dv, 0, keys * w.width * sizeof(float));
             for (int64_t i = 0; i < n; i++) {
+                stream_ahead(&w.ahead, c, &w.tile.at, batch, head / share, next_tile(c, k.all, index + 1, k.end), i, n);
                 computed += backward_tile(&w.panels[i], &w, c, batch, head);
                 if (!carry_on(c, thread)) break;
             }

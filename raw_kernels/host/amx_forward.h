@@ -156,16 +156,81 @@ NOINLINE void forward_classic(panel *p, forward_room *w, const call *c, int64_t 
                        ROUND_UP(c->b->dim_v, STEP));
 }
 
-/* Blocks [from, to) with the m that there is.  Returns the first block that is not added: to, or from where weights are too high.
- * The products of the next block are made between the weights of this one, a group of lanes at a time. */
-NOINLINE int64_t forward_blocks(panel *p, forward_room *w, const burst_block *b, int64_t from, int64_t to)
+#ifdef BURST_DOT
+/* P of a block of KR keys as pairs of keys, and their sums.  Where it is cut, hidden pairs are 0 whatever came out there. */
+INLINE void weigh_dots(const forward_room *w, int64_t block, const panel *p, pairs_of query, int64_t depth, float factor, uint32_t *pairs,
+                       vec *sum, const int cut)
+{
+    const rows_of k = keys_of(&w->tile, block);
+    const INT *pos = w->tile.at.pos + block * KR;
+    for (int lane = 0; lane < NR; lane += 3 * LANES) {
+        const int first = lane / LANES;
+        int seen = !cut;
+        for (int j = first; j < first + 3; j++) seen |= vector_sees(&w->tile.at, &p->q, block, j);
+        if (!seen) {
+            for (int i = 0; i < KR / 2; i++) UNROLL for (int j = 0; j < 3; j++) put(pairs + i * NR + lane + j * LANES, zero());
+            continue;
+        }
+        for (int key = 0; key < KR; key += DOT_ROWS) {
+            vec s[DOT_ROWS][3];
+            dot_block(k.at + key * k.ld, k.ld, query.at + lane, query.ld, depth / 2, s, 3);
+            UNROLL for (int j = 0; j < 3; j++) {
+                const vec m = load(p->ref + lane + j * LANES);
+                vec total = sum[first + j];
+                UNROLL for (int i = 0; i < DOT_ROWS; i += 2) {
+                    vec x[2];
+                    UNROLL for (int r = 0; r < 2; r++) {
+                        x[r] = exp2_vec(fused(s[i + r][j], factor, m));
+                        if (cut) x[r] = if_seen(&p->q, first + j, pos[key + i + r], x[r], zero());
+                        total += x[r];
+                    }
+                    put_pair(pairs + (key + i) / 2 * NR + lane + j * LANES, 0, x[0], x[1]);
+                }
+                sum[first + j] = total;
+            }
+        }
+    }
+}
+NOINLINE void weigh_full(const forward_room *w, int64_t block, const panel *p, pairs_of query, int64_t depth, float factor,
+                         uint32_t *pairs, vec *sum)
+{
+    weigh_dots(w, block, p, query, depth, factor, pairs, sum, 0);
+}
+NOINLINE void weigh_cut(const forward_room *w, int64_t block, const panel *p, pairs_of query, int64_t depth, float factor,
+                        uint32_t *pairs, vec *sum)
+{
+    weigh_dots(w, block, p, query, depth, factor, pairs, sum, 1);
+}
+
+/* P of the blocks [from, to) and their sums */
+INLINE void forward_weights(panel *p, forward_room *w, const burst_block *b, int64_t from, int64_t to, vec *sum)
+{
+    const bf16_tile *t = &w->tile;
+    const pairs_of query = columns_of(p->query, b->d);
+    const int64_t depth = ROUND_UP(b->d, STEP);
+    const int plain = w->how.softcap == 0 && !w->how.alibi;
+    for (int64_t block = from; block < to; block++) {
+        uint32_t *pairs = w->p + (block - from) * KR / 2 * NR;
+        ask_all(w->ahead, 2, to - block);
+        if (!plain) {
+            bf16_scores(keys_of(t, block), query, depth, w->s, 0);
+            weigh(w->s, bend_scores(t, block, &p->q, b, &w->how, w->s, NULL) * LOG2E, p, pairs, w->plane, sum, 0);
+        } else if (block_sight(&t->at, &p->q, block) == FULL) {
+            weigh_full(w, block, p, query, depth, SCORE_FACTOR(b) * LOG2E, pairs, sum);
+        } else {
+            weigh_cut(w, block, p, query, depth, SCORE_FACTOR(b) * LOG2E, pairs, sum);
+        }
+    }
+}
+#else
+/* P of the blocks [from, to) and their sums.  The products of the next block are made between the weights of this one, a group of
+ * lanes at a time. */
+INLINE void forward_weights(panel *p, forward_room *w, const burst_block *b, int64_t from, int64_t to, vec *sum)
 {
     const bf16_tile *t = &w->tile;
     const pairs_of query = columns_of(p->query, b->d);
     const int64_t depth = ROUND_UP(b->d, STEP);
     float *s = w->s, *next = w->s + KR * NR;
-    vec sum[VR];
-    UNROLL for (int j = 0; j < VR; j++) sum[j] = zero();
     for (int lane = 0; lane < NR; lane += GROUP) bf16_scores(keys_of(t, from), query, depth, s, lane);
     for (int64_t block = from; block < to; block++) {
         uint32_t *pairs = w->p + (block - from) * KR / 2 * NR;
@@ -179,9 +244,18 @@ NOINLINE int64_t forward_blocks(panel *p, forward_room *w, const burst_block *b,
         s = next;
         next = done;
     }
+}
+#endif
+
+/* Blocks [from, to) with the m that there is.  Returns the first block that is not added: to, or from where weights are too high. */
+NOINLINE int64_t forward_blocks(panel *p, forward_room *w, const burst_block *b, int64_t from, int64_t to)
+{
+    vec sum[VR];
+    UNROLL for (int j = 0; j < VR; j++) sum[j] = zero();
+    forward_weights(p, w, b, from, to, sum);
     if (too_high(sum)) return from;
     add_sums(p, sum);
-    bf16_add_panel(turned_of(t, from), (pairs_of){w->p, NR, w->plane}, (to - from) * KR, p->out, ROUND_UP(b->dim_v, STEP));
+    bf16_add_panel(turned_of(&w->tile, from), (pairs_of){w->p, NR, w->plane}, (to - from) * KR, p->out, ROUND_UP(b->dim_v, STEP));
     return to;
 }
 

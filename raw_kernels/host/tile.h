@@ -162,6 +162,21 @@ INLINE void ask_all(stream *s, int n, int64_t turns)
         if (s[i].left) ask(&s[i], (s[i].left + turns - 1) / turns);
 }
 
+/* The same where turns are many: the shares are worked out once. */
+typedef struct {
+    stream of[4];
+    int64_t each[4];
+} shares;
+
+INLINE void share_out(shares *s, int64_t turns)
+{
+    for (int i = 0; i < 4; i++) s->each[i] = (s->of[i].left + turns - 1) / turns;
+}
+INLINE void ask_shares(shares *s)
+{
+    UNROLL for (int i = 0; i < 4; i++) ask(&s->of[i], s->each[i]);
+}
+
 INLINE void stream_keys(stream s[2], const key_tile *t, const call *c, int64_t batch, int64_t head, int64_t part, int64_t parts)
 {
     const burst_block *b = c->b;
@@ -175,6 +190,12 @@ INLINE enum sight block_sight(const key_tile *t, const lanes *q, int64_t block)
     const enum sight s = sight_of(q, t->block_min[block], t->block_max[block]);
     const int padded = (block + 1) * KR > t->live, wild = q->idle && (t->wild_k || t->wild_v); /* 0 * NaN is no zero */
     return s == FULL && (padded || wild) ? CUT : s;
+}
+
+/* Whether rows of vector j may see one of a block's keys */
+INLINE int vector_sees(const key_tile *t, const lanes *q, int64_t block, int j)
+{
+    return t->block_max[block] >= q->vector_lo[j] && t->block_min[block] < q->vector_hi[j];
 }
 
 /* The blocks that a panel must compute: [*from, *to); *full tells that no lane misses any key of them. */
@@ -209,7 +230,7 @@ NOINLINE void find_edges(edges *e, const key_tile *t, const lanes *q, int64_t fr
     for (int64_t block = from; block < to; block++) {
         span s = {VR, 0};
         for (int j = 0; j < VR; j++)
-            if (t->block_max[block] >= q->vector_lo[j] && t->block_min[block] < q->vector_hi[j]) {
+            if (vector_sees(t, q, block, j)) {
                 s.first = MIN(s.first, j);
                 s.last = j + 1;
             }
