@@ -308,10 +308,8 @@ NOINLINE void load_bf16_tile(bf16_tile *t, const call *c, int64_t batch, int64_t
 /* Part `part` of tile `index`, spread over the panels before it, so that it is near when it is packed. */
 INLINE void stream_next(stream s[2], const call *c, int64_t batch, int64_t head, int64_t index, int64_t part, int64_t parts)
 {
-    const int64_t first = index * c->tile_keys;
-    const key_tile t = {.first = first, .live = MIN(c->tile_keys, c->b->rows_k - first)};
     s[0].left = s[1].left = 0;
-    if (index < c->tiles) stream_keys(s, &t, c, batch, head, part, parts);
+    if (index < c->tiles) stream_tile(s, c, index, batch, head, part, parts);
 }
 
 /* Rows of Q or dO, [NR, ld] in planes, then as pairs of columns and, where wanted, as pairs of rows. */

@@ -177,12 +177,14 @@ INLINE void ask_shares(shares *s)
     UNROLL for (int i = 0; i < 4; i++) ask(&s->of[i], s->each[i]);
 }
 
-INLINE void stream_keys(stream s[2], const key_tile *t, const call *c, int64_t batch, int64_t head, int64_t part, int64_t parts)
+/* Part `part` of `parts` of a tile, of K and V */
+INLINE void stream_tile(stream s[2], const call *c, int64_t index, int64_t batch, int64_t kv_head, int64_t part, int64_t parts)
 {
     const burst_block *b = c->b;
-    const int64_t from = t->first + part_start(t, part, parts), to = t->first + part_start(t, part + 1, parts);
-    s[0] = stream_of(&b->k, batch, head, from, to, b->d, (int)b->type);
-    s[1] = stream_of(&b->v, batch, head, from, to, b->dim_v, (int)b->type);
+    const int64_t first = tile_start(c, index), live = MIN(c->tile_keys, b->rows_k - first);
+    const int64_t from = first + live * part / parts, to = first + live * (part + 1) / parts;
+    s[0] = stream_of(&b->k, batch, kv_head, from, to, b->d, (int)b->type);
+    s[1] = stream_of(&b->v, batch, kv_head, from, to, b->dim_v, (int)b->type);
 }
 
 INLINE enum sight block_sight(const key_tile *t, const lanes *q, int64_t block)
