@@ -291,7 +291,7 @@ static void backward_worker(call *c, int thread, arena scratch)
             for (int64_t i = 0; i < n; i++) {
                 stream_ahead(&w.ahead, c, &w.tile.at, batch, head / share, next_tile(c, k.all, index + 1, k.end), i, n);
                 computed += backward_tile(&w.panels[i], &w, c, batch, head);
-                if (!carry_on(c, thread)) break;
+                if (!carry_on_soon(c, thread)) break;
             }
             const enum turn mine = wait_for_turn(c, thread, batch, head, group, index);
             if (mine == STOPPED) break;

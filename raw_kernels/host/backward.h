@@ -302,7 +302,7 @@ static int64_t backward_task(backward_room *w, call *c, int thread, task *k, int
             computed += backward_tile(p, w, b);
             if (after < k->end) pack_keys(&w->next, c, k->batch, k->kv_head, turn, turns);
             if (last) close_gradient(p, c, k->batch, k->head, w->rows, w->ld);
-            if (!carry_on(c, thread)) return computed;
+            if (!carry_on_soon(c, thread)) return computed;
             turn++;
         }
         if (!turns && after < k->end) pack_keys(&w->next, c, k->batch, k->kv_head, 0, 1);

@@ -274,7 +274,7 @@ static int64_t forward_task(forward_room *w, call *c, int thread, task *k)
             computed += forward_tile(p, w, b);
             if (after < k->end) pack_keys(&w->next, c, k->batch, k->kv_head, turn, turns);
             if (last) close_panel(p, c, k->batch, k->head, w->rows, w->ld);
-            if (!carry_on(c, thread)) return computed;
+            if (!carry_on_soon(c, thread)) return computed;
             turn++;
         }
         const key_tile done = w->tile;

@@ -94,6 +94,8 @@ typedef struct {
     atomic_int stop, working;
     atomic_long computed;
     int64_t heard, pause;         /* when progress was called last, and how long it may wait now, ns */
+    int64_t looked;               /* when carry_on_soon looked at the clock, which it does again behind `left` tiles more; then `leap` are left */
+    int left, leap;
     unsigned modes;               /* of floating point, as the caller has them */
 } call;
 
@@ -171,7 +173,8 @@ INLINE void start_call(call *c, int threads)
     atomic_init(&c->stop, 0);
     atomic_init(&c->working, threads);
     atomic_init(&c->computed, 0);
-    c->heard = 0;
+    c->heard = c->looked = 0;
+    c->left = c->leap = 0;
     c->pause = c->b->interval_ns;
 }
 
@@ -283,19 +286,37 @@ INLINE unsigned set_modes(unsigned modes) { return modes; }
 
 INLINE int stopped(call *c) { return atomic_load_explicit(&c->stop, memory_order_relaxed); }
 
+NOINLINE void give_progress(call *c, int64_t now)
+{
+    const unsigned modes = set_modes(c->modes); /* other people's code */
+    const int told = c->b->progress();
+    set_modes(modes);
+    if (told == BURST_STOP) atomic_store(&c->stop, 1);
+    c->heard = now_ns();
+    const int moved = c->heard - now > MOVED_NS;
+    c->pause = told == BURST_CALM ? 40 * c->b->interval_ns : moved ? c->b->interval_ns : MIN(2 * c->pause, 4 * c->b->interval_ns);
+}
+
 INLINE int carry_on(call *c, int thread)
 {
     if (thread == 0 && c->b->progress) {
         const int64_t now = now_ns();
-        if (now - c->heard >= c->pause) {
-            const unsigned modes = set_modes(c->modes); /* other people's code */
-            const int told = c->b->progress();
-            set_modes(modes);
-            if (told == BURST_STOP) atomic_store(&c->stop, 1);
-            c->heard = now_ns();
-            const int moved = c->heard - now > MOVED_NS;
-            c->pause = told == BURST_CALM ? 40 * c->b->interval_ns : moved ? c->b->interval_ns : MIN(2 * c->pause, 4 * c->b->interval_ns);
-        }
+        if (now - c->heard >= c->pause) give_progress(c, now);
+    }
+    return !stopped(c);
+}
+
+/* The same behind each tile of a panel: where tiles are short, not each looks at the clock, which takes as long as 1% of one. */
+enum { LONGEST_LEAP = 15 };
+INLINE int carry_on_soon(call *c, int thread)
+{
+    if (thread == 0 && c->b->progress && --c->left < 0) {
+        const int64_t now = now_ns(), since = now - c->looked;
+        if (since < c->b->interval_ns / 16) c->leap = MIN(2 * c->leap + 1, LONGEST_LEAP);
+        if (since > c->b->interval_ns / 4) c->leap /= 2;
+        c->looked = now;
+        c->left = c->leap;
+        if (now - c->heard >= c->pause) give_progress(c, now);
     }
     return !stopped(c);
 }
