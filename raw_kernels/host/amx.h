@@ -34,6 +34,13 @@ typedef uint16_t bf16;
 #endif
 #define PIECES BURST_PIECES
 
+/* A product as a score, rounded as `scale_block` rounds it: log2(e) comes in the FMA behind it, whose error the row's maximum shares. */
+INLINE vec scored(vec product, float factor)
+{
+    if (PIECES == 1) product *= factor;
+    return product;
+}
+
 #define STEP 32 /* bfloat16 that one tile product contracts over; keys of a block */
 _Static_assert(NR % STEP == 0 && KR == STEP, "panels and blocks are whole tiles");
 
@@ -305,11 +312,11 @@ NOINLINE void load_bf16_tile(bf16_tile *t, const call *c, int64_t batch, int64_t
     }
 }
 
-/* Part `part` of tile `index`, spread over the panels before it, so that it is near when it is packed. */
-INLINE void stream_next(stream s[2], const call *c, int64_t batch, int64_t head, int64_t index, int64_t part, int64_t parts)
+/* Part `part` of tile `index`, where there is one before `end`, spread over the panels before it, so that it is near when it is packed */
+INLINE void stream_next(stream s[2], const call *c, int64_t batch, int64_t head, int64_t index, int64_t end, int64_t part, int64_t parts)
 {
     s[0].left = s[1].left = 0;
-    if (index < c->tiles) stream_tile(s, c, index, batch, head, part, parts);
+    if (index < end) stream_tile(s, c, index, batch, head, part, parts);
 }
 
 /* Rows of Q or dO, [NR, ld] in planes, then as pairs of columns and, where wanted, as pairs of rows. */

@@ -1,4 +1,4 @@
-/* Backward on AMX, in bfloat16 or in float32 by pieces: see backward.h for the method and amx.h for the layouts. */
+/* Backward on AMX, in bfloat16 or in float32 by pieces, or by vdpbf16ps: see backward.h for the method and amx.h for the layouts. */
 #ifndef BURST_AMX_BACKWARD_H
 #define BURST_AMX_BACKWARD_H
 
@@ -16,7 +16,9 @@ typedef struct {
     float *dk, *dv;       /* [keys, depth], [keys, width]: sums of this group for this tile */
     float *rows;          /* [NR, ld], or [PIECES, NR, ld] of bfloat16 */
     int64_t ld, depth, width;
-    shares ahead; /* of the next tile's K and V and this tile's dK and dV (not with AMX) */
+#ifdef BURST_DOT
+    shares ahead;         /* of the next tile's K and V and this tile's dK and dV */
+#endif
     bend how;
 } backward_room;
 
@@ -28,7 +30,7 @@ INLINE void take_backward(arena *a, backward_room *w, const call *c)
     w->width = ROUND_UP(b->dim_v, STEP);
     w->ld = MAX(w->depth, w->width) + STEP;
     take_bf16_tile(a, &w->tile, c, 1);
-    for (int i = 0; i < 2; i++) {
+    for (int i = 0; i < (GROUP == NR ? 1 : 2); i++) { /* nothing is made between the weights where all lanes are one group */
         w->s[i] = TAKE(a, float, KR * NR);
         w->dp[i] = TAKE(a, float, KR * NR);
     }
@@ -125,16 +127,17 @@ INLINE void weigh_dots_again(backward_room *w, int64_t block, const gradient_pan
         if (cut && !vector_sees(&w->tile.at, &p->q, block, first) && !vector_sees(&w->tile.at, &p->q, block, first + 1)) {
             vec none[2][2] = {{{0}}};
             for (int i = 0; i < KR; i += 2) put_weights(w, start, i, lane, none, none);
+            ask_shares(&w->ahead, KR / DOT_ROWS);
             continue;
         }
         for (int key = 0; key < KR; key += DOT_ROWS) {
             vec s[DOT_ROWS][3], weight[DOT_ROWS][2];
-            ask_shares(&w->ahead);
+            ask_shares(&w->ahead, 1);
             dot_block(k.at + key * k.ld, k.ld, query + lane, NR, w->depth / 2, s, 2);
             UNROLL for (int h = 0; h < 2; h++) {
                 const vec lse = load(p->lse + lane + h * LANES), low = load(p->lse_low + lane + h * LANES);
                 UNROLL for (int i = 0; i < DOT_ROWS; i++) {
-                    vec x = exp2_short(fused(s[i][h], factor, lse) - low);
+                    vec x = exp2_short(fused(scored(s[i][h], factor), LOG2E, lse) - low);
                     if (cut) x = if_seen(&p->q, first + h, pos[key + i], x, zero());
                     weight[i][h] = x;
                 }
@@ -166,22 +169,24 @@ NOINLINE void weigh_blocks(const gradient_panel *p, backward_room *w, const burs
 {
     const bf16_tile *t = &w->tile;
     const int capped = w->how.softcap != 0, plain = !capped && !w->how.alibi;
-    share_out(&w->ahead, (to - from) * (KR / DOT_ROWS) * (VR / 2));
+    const int64_t turns = KR / DOT_ROWS * (VR / 2);
+    share_out(&w->ahead, (to - from) * turns);
     for (int64_t block = from; block < to; block++) {
         const int64_t start = (block - from) * KR * NR;
         const int cut = !full && block_sight(&t->at, &p->q, block) != FULL;
         if (plain) {
-            (cut ? weigh_cut_again : weigh_full_again)(w, block, p, SCORE_FACTOR(b) * LOG2E, start);
+            (cut ? weigh_cut_again : weigh_full_again)(w, block, p, SCORE_FACTOR(b), start);
             continue;
         }
         bf16_scores(keys_of(t, block), columns_of(p->query, b->d), w->depth, w->s[0], 0);
         bf16_scores(values_of(t, block), columns_of(p->dout, b->dim_v), w->width, w->dp[0], 0);
+        ask_shares(&w->ahead, turns);
         bend_scores(t, block, &p->q, b, &w->how, w->s[0], capped ? w->slopes : NULL);
         weigh_any(w, w->s[0], w->dp[0], p, block, cut, start);
     }
 }
 #else
-/* P = 2^(factor s - lse), dS = P (dP - delta), for keys [from, to) and GROUP lanes of a block that is seen in full and not bent */
+/* P = 2^(factor s log2(e) - lse), dS = P (dP - delta), for keys [from, to) and GROUP lanes of a block that is seen in full and not bent */
 NOINLINE void weigh_again(const backward_room *w, const float *s, const float *dp, float factor, const gradient_panel *q,
                           int64_t start, int lane, int from, int to)
 {
@@ -196,7 +201,7 @@ NOINLINE void weigh_again(const backward_room *w, const float *s, const float *d
             vec pv[2][2], dsv[2][2];
             UNROLL for (int r = 0; r < 2; r++) UNROLL for (int h = 0; h < 2; h++) {
                 const int at = (i + r) * NR + j + h * LANES;
-                pv[r][h] = exp2_vec(fused(load(s + at), factor, lse[h]) - low[h]);
+                pv[r][h] = exp2_vec(fused(scored(load(s + at), factor), LOG2E, lse[h]) - low[h]);
                 dsv[r][h] = pv[r][h] * (load(dp + at) - delta[h]);
             }
             put_weights(w, start, i, j, pv, dsv);
@@ -218,7 +223,7 @@ NOINLINE void weigh_blocks(const gradient_panel *p, backward_room *w, const burs
         const int now = (block - from) & 1, next = 1 - now, more = block + 1 < to;
         const int64_t at = (block - from) * KR * NR;
         const int cut = !full && block_sight(&t->at, &p->q, block) != FULL, even = plain && !cut;
-        const float factor = bend_scores(t, block, &p->q, b, &w->how, w->s[now], capped ? w->slopes : NULL) * LOG2E;
+        const float factor = bend_scores(t, block, &p->q, b, &w->how, w->s[now], capped ? w->slopes : NULL);
         if (!even) weigh_any(w, w->s[now], w->dp[now], p, block, cut, at);
         for (int lane = 0; lane < NR; lane += GROUP) {
             if (more) bf16_scores(keys_of(t, block + 1), query, w->depth, w->s[next], lane);
@@ -252,14 +257,17 @@ NOINLINE int backward_tile(gradient_panel *p, backward_room *w, const call *c, i
     return 1;
 }
 
+#ifdef BURST_DOT
 /* What panel `part` of `parts` asks for: its part of the next tile's keys, and of the rows to which this tile's sums will be added. */
-INLINE void stream_ahead(shares *s, const call *c, const key_tile *t, int64_t batch, int64_t head, int64_t next, int64_t part, int64_t parts)
+INLINE void stream_ahead(shares *s, const call *c, const key_tile *t, int64_t batch, int64_t head, int64_t next, int64_t end, int64_t part,
+                         int64_t parts)
 {
-    const int64_t from = t->first + part_start(t, part, parts), to = t->first + part_start(t, part + 1, parts);
-    stream_next(s->of, c, batch, head, next, part, parts);
+    const int64_t from = t->first + part_start(t->live, part, parts), to = t->first + part_start(t->live, part + 1, parts);
+    stream_next(s->of, c, batch, head, next, end, part, parts);
     s->of[2] = stream_of(&c->b->dk, batch, head, from, to, c->b->d, TYPE_OF_REAL);
     s->of[3] = stream_of(&c->b->dv, batch, head, from, to, c->b->dim_v, TYPE_OF_REAL);
 }
+#endif
 
 static void backward_worker(call *c, int thread, arena scratch)
 {
@@ -286,10 +294,15 @@ static void backward_worker(call *c, int thread, arena scratch)
             if (!sees_tile(c, k.all, index)) continue;
             load_bf16_tile(&w.tile, c, batch, head / share, index, 1);
             const int64_t keys = w.tile.at.blocks * KR;
+#ifdef BURST_DOT
+            const int64_t after = next_tile(c, k.all, index + 1, k.end);
+#endif
             memset(w.dk, 0, keys * w.depth * sizeof(float));
             memset(w.dv, 0, keys * w.width * sizeof(float));
             for (int64_t i = 0; i < n; i++) {
-                stream_ahead(&w.ahead, c, &w.tile.at, batch, head / share, next_tile(c, k.all, index + 1, k.end), i, n);
+#ifdef BURST_DOT
+                stream_ahead(&w.ahead, c, &w.tile.at, batch, head / share, after, k.end, i, n);
+#endif
                 computed += backward_tile(&w.panels[i], &w, c, batch, head);
                 if (!carry_on_soon(c, thread)) break;
             }

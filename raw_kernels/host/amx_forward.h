@@ -1,7 +1,8 @@
 /* Forward on AMX, in bfloat16 or in float32 by pieces: see forward.h for the method and amx.h for the layouts.
  *
  * The tile products are so fast that the exponential is most of the time: scores of 32 keys come from AMX into L1,
- * and leave as bfloat16 weights in the order in which the second product wants them.
+ * and leave as bfloat16 weights in the order in which the second product wants them.  By vdpbf16ps they
+ * never reach L1 as scores.
  */
 #ifndef BURST_AMX_FORWARD_H
 #define BURST_AMX_FORWARD_H
@@ -50,7 +51,7 @@ INLINE pairs_of columns_of(const void *panel, int64_t n)
     return (pairs_of){panel, NR, padded / 2 * NR};
 }
 
-/* P = 2^(factor s - m) of `keys` keys and the lanes [lane, lane + count), as pairs of keys, and their sums; low only counts where the
+/* P = 2^(factor s log2(e) - m) of `keys` keys and the lanes [lane, lane + count), as pairs of keys, and their sums; low only counts where the
  * panel is wide */
 INLINE void weigh_lanes(const float *s, int64_t keys, float factor, const panel *state, uint32_t *pairs, int64_t plane,
                         vec *sum, int lane, int count, const int wide)
@@ -59,8 +60,8 @@ INLINE void weigh_lanes(const float *s, int64_t keys, float factor, const panel 
         const vec m = load(state->ref + j), low = wide ? load(state->low + j) : zero();
         vec even = zero(), odd = zero();
         for (int64_t i = 0; i < keys; i += 2) {
-            vec a = fused(load(s + i * NR + j), factor, m);
-            vec b = fused(load(s + (i + 1) * NR + j), factor, m);
+            vec a = fused(scored(load(s + i * NR + j), factor), LOG2E, m);
+            vec b = fused(scored(load(s + (i + 1) * NR + j), factor), LOG2E, m);
             if (wide) {
                 a -= low;
                 b -= low;
@@ -117,7 +118,7 @@ NOINLINE void weigh_with_maximum(panel *p, forward_room *w, int64_t from, int64_
     }
     raise_maximum(p, w->s, keys, b->dim_v, 0);
     UNROLL for (int j = 0; j < VR; j++) sum[j] = zero();
-    weigh_wide(w->s, keys, LOG2E, p, w->p, w->plane, sum);
+    weigh_wide(w->s, keys, 1, p, w->p, w->plane, sum);
 }
 
 /* Pair by pair: see scores.h. */
@@ -180,7 +181,7 @@ INLINE void weigh_dots(const forward_room *w, int64_t block, const panel *p, pai
                 UNROLL for (int i = 0; i < DOT_ROWS; i += 2) {
                     vec x[2];
                     UNROLL for (int r = 0; r < 2; r++) {
-                        x[r] = exp2_vec(fused(s[i + r][j], factor, m));
+                        x[r] = exp2_vec(fused(scored(s[i + r][j], factor), LOG2E, m));
                         if (cut) x[r] = if_seen(&p->q, first + j, pos[key + i + r], x[r], zero());
                         total += x[r];
                     }
@@ -214,11 +215,11 @@ INLINE void forward_weights(panel *p, forward_room *w, const burst_block *b, int
         ask_all(w->ahead, 2, to - block);
         if (!plain) {
             bf16_scores(keys_of(t, block), query, depth, w->s, 0);
-            weigh(w->s, bend_scores(t, block, &p->q, b, &w->how, w->s, NULL) * LOG2E, p, pairs, w->plane, sum, 0);
+            weigh(w->s, bend_scores(t, block, &p->q, b, &w->how, w->s, NULL), p, pairs, w->plane, sum, 0);
         } else if (block_sight(&t->at, &p->q, block) == FULL) {
-            weigh_full(w, block, p, query, depth, SCORE_FACTOR(b) * LOG2E, pairs, sum);
+            weigh_full(w, block, p, query, depth, SCORE_FACTOR(b), pairs, sum);
         } else {
-            weigh_cut(w, block, p, query, depth, SCORE_FACTOR(b) * LOG2E, pairs, sum);
+            weigh_cut(w, block, p, query, depth, SCORE_FACTOR(b), pairs, sum);
         }
     }
 }
@@ -234,7 +235,7 @@ INLINE void forward_weights(panel *p, forward_room *w, const burst_block *b, int
     for (int lane = 0; lane < NR; lane += GROUP) bf16_scores(keys_of(t, from), query, depth, s, lane);
     for (int64_t block = from; block < to; block++) {
         uint32_t *pairs = w->p + (block - from) * KR / 2 * NR;
-        const float factor = bend_scores(t, block, &p->q, b, &w->how, s, NULL) * LOG2E;
+        const float factor = bend_scores(t, block, &p->q, b, &w->how, s, NULL);
         ask_all(w->ahead, 2, to - block);
         for (int lane = 0; lane < NR; lane += GROUP) {
             if (block + 1 < to) bf16_scores(keys_of(t, block + 1), query, depth, next, lane);
@@ -299,8 +300,9 @@ static void forward_worker(call *c, int thread, arena scratch)
         for (int64_t index = k.start; index < k.end && !stopped(c); index++) {
             if (!sees_tile(c, k.all, index)) continue;
             load_bf16_tile(&w.tile, c, batch, head / share, index, 0);
+            const int64_t after = next_tile(c, k.all, index + 1, k.end);
             for (int64_t i = 0; i < n; i++) {
-                stream_next(w.ahead, c, batch, head / share, index + 1, i, n);
+                stream_next(w.ahead, c, batch, head / share, after, k.end, i, n);
                 computed += forward_tile(&w.panels[i], &w, c, batch, head / share);
                 if (!carry_on_soon(c, thread)) break;
             }

@@ -291,12 +291,12 @@ static int64_t backward_task(backward_room *w, call *c, int thread, task *k, int
             stream ahead[7] = {0}; /* K, V, dK, dV, Q, dO, dQ */
             const int last = next_tile(c, k->sees[i], index + 1, k->end) == k->end;
             stream_keys(ahead, c, k, after, &behind, turn, turns);
-            const int64_t from = key + live * turn / turns, to = key + live * (turn + 1) / turns;
+            const int64_t from = key + part_start(live, turn, turns), to = key + part_start(live, turn + 1, turns);
             ahead[2] = stream_of(&b->dk, k->batch, k->kv_head, from, to, b->d, TYPE_OF_REAL);
             ahead[3] = stream_of(&b->dv, k->batch, k->kv_head, from, to, b->dim_v, TYPE_OF_REAL);
             const int parting = after == k->end && turn + 1 == turns; /* from this task */
-            ahead[4] = parting ? stream_panel(&b->q, c, &behind, 0, b->d) : stream_panel(&b->q, c, k, i + 1, b->d);
-            ahead[5] = parting ? stream_panel(&b->dout, c, &behind, 0, b->dim_v) : stream_panel(&b->dout, c, k, i + 1, b->dim_v);
+            ahead[4] = stream_panel(&b->q, c, parting ? &behind : k, parting ? 0 : i + 1, b->d);
+            ahead[5] = stream_panel(&b->dout, c, parting ? &behind : k, parting ? 0 : i + 1, b->dim_v);
             ahead[6] = stream_of(&b->dq, k->batch, k->head, p->row, last ? p->row + p->count : p->row, b->d, TYPE_OF_REAL);
             collect(&w->soon, ahead, 7);
             computed += backward_tile(p, w, b);

@@ -267,7 +267,8 @@ static int64_t forward_task(forward_room *w, call *c, int thread, task *k)
             k->opened[i] = 1;
             stream ahead[4] = {0}; /* K, V, Q, out */
             stream_keys(ahead, c, k, after, &behind, turn, turns);
-            ahead[2] = after == k->end && turn + 1 == turns ? stream_panel(&b->q, c, &behind, 0, b->d) : stream_panel(&b->q, c, k, i + 1, b->d);
+            const int parting = after == k->end && turn + 1 == turns; /* from this task */
+            ahead[2] = stream_panel(&b->q, c, parting ? &behind : k, parting ? 0 : i + 1, b->d);
             const int last = next_tile(c, k->sees[i], index + 1, k->end) == k->end;
             ahead[3] = stream_of(to, k->batch, k->head, p->row, last ? p->row + p->count : p->row, b->dim_v, to_type);
             collect(&w->soon, ahead, 4);

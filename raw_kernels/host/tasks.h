@@ -93,10 +93,11 @@ typedef struct {
     atomic_long next;             /* task */
     atomic_int stop, working;
     atomic_long computed;
-    int64_t heard, pause;         /* when progress was called last, and how long it may wait now, ns */
+    unsigned modes;               /* of floating point, as the caller has them */
+    _Alignas(64) int64_t heard;   /* when progress was called last, ns; this and what follows is the calling thread's, which writes it often: */
+    int64_t pause;                /* a line of its own.  How long progress may wait now */
     int64_t looked;               /* when carry_on_soon looked at the clock, which it does again behind `left` tiles more; then `leap` are left */
     int left, leap;
-    unsigned modes;               /* of floating point, as the caller has them */
 } call;
 
 /* What the panels of a group may fill of L2.  More where it has 2 MB, as CPUs with AMX do: 1.07 forward by pieces at d 128.  In double a
@@ -252,7 +253,6 @@ INLINE task task_behind(const call *c, const task *k)
     const int64_t t = k->number + MAX(1, MIN(c->b->threads, c->tasks));
     task behind = {0};
     if (t < c->tasks) behind = task_of(c, t);
-    behind.start = next_shared(c, &behind, behind.start);
     return behind;
 }
 
@@ -288,6 +288,7 @@ INLINE int stopped(call *c) { return atomic_load_explicit(&c->stop, memory_order
 
 NOINLINE void give_progress(call *c, int64_t now)
 {
+    if (now - c->heard < c->pause) return;
     const unsigned modes = set_modes(c->modes); /* other people's code */
     const int told = c->b->progress();
     set_modes(modes);
@@ -299,10 +300,7 @@ NOINLINE void give_progress(call *c, int64_t now)
 
 INLINE int carry_on(call *c, int thread)
 {
-    if (thread == 0 && c->b->progress) {
-        const int64_t now = now_ns();
-        if (now - c->heard >= c->pause) give_progress(c, now);
-    }
+    if (thread == 0 && c->b->progress) give_progress(c, now_ns());
     return !stopped(c);
 }
 
@@ -313,10 +311,10 @@ INLINE int carry_on_soon(call *c, int thread)
     if (thread == 0 && c->b->progress && --c->left < 0) {
         const int64_t now = now_ns(), since = now - c->looked;
         if (since < c->b->interval_ns / 16) c->leap = MIN(2 * c->leap + 1, LONGEST_LEAP);
-        if (since > c->b->interval_ns / 4) c->leap /= 2;
+        if (since > c->b->interval_ns / 4) c->leap = 0;
         c->looked = now;
         c->left = c->leap;
-        if (now - c->heard >= c->pause) give_progress(c, now);
+        give_progress(c, now);
     }
     return !stopped(c);
 }

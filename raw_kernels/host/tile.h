@@ -54,7 +54,7 @@ INLINE void load_positions(key_tile *t, const call *c, int64_t index)
 }
 
 /* A group packs its next tile of keys piece by piece between its panels: `part` of `parts`. */
-INLINE int64_t part_start(const key_tile *t, int64_t part, int64_t parts) { return t->live * part / parts; }
+INLINE int64_t part_start(int64_t keys, int64_t part, int64_t parts) { return keys * part / parts; }
 
 #ifndef BURST_AMX
 INLINE void take_tile(arena *a, key_tile *t, const call *c)
@@ -93,7 +93,7 @@ INLINE void pad_rows(REAL *rows, int64_t ld, int64_t from, int64_t to, int64_t n
 NOINLINE void pack_keys(key_tile *t, const call *c, int64_t batch, int64_t head, int64_t part, int64_t parts)
 {
     const burst_block *b = c->b;
-    const int64_t from = part_start(t, part, parts), to = part_start(t, part + 1, parts), padding = t->blocks * KR - t->live;
+    const int64_t from = part_start(t->live, part, parts), to = part_start(t->live, part + 1, parts), padding = t->blocks * KR - t->live;
     t->wild_k |= pack_rows(&b->k, b->d, (int)b->type, batch, head, t->first, from, to, t->k, t->ld_k);
     t->wild_v |= pack_rows(&b->v, b->dim_v, (int)b->type, batch, head, t->first, from, to, t->v, t->ld_v);
     pad_rows(t->k, t->ld_k, from, to, b->d);
@@ -172,9 +172,9 @@ INLINE void share_out(shares *s, int64_t turns)
 {
     for (int i = 0; i < 4; i++) s->each[i] = (s->of[i].left + turns - 1) / turns;
 }
-INLINE void ask_shares(shares *s)
+INLINE void ask_shares(shares *s, int64_t turns)
 {
-    UNROLL for (int i = 0; i < 4; i++) ask(&s->of[i], s->each[i]);
+    UNROLL for (int i = 0; i < 4; i++) ask(&s->of[i], turns * s->each[i]);
 }
 
 /* Part `part` of `parts` of a tile, of K and V */
@@ -182,7 +182,7 @@ INLINE void stream_tile(stream s[2], const call *c, int64_t index, int64_t batch
 {
     const burst_block *b = c->b;
     const int64_t first = tile_start(c, index), live = MIN(c->tile_keys, b->rows_k - first);
-    const int64_t from = first + live * part / parts, to = first + live * (part + 1) / parts;
+    const int64_t from = first + part_start(live, part, parts), to = first + part_start(live, part + 1, parts);
     s[0] = stream_of(&b->k, batch, kv_head, from, to, b->d, (int)b->type);
     s[1] = stream_of(&b->v, batch, kv_head, from, to, b->dim_v, (int)b->type);
 }
