@@ -304,7 +304,7 @@ static void backward_worker(call *c, int thread, arena scratch)
                 stream_ahead(&w.ahead, c, &w.tile.at, batch, head / share, after, k.end, i, n);
 #endif
                 computed += backward_tile(&w.panels[i], &w, c, batch, head);
-                if (!carry_on_soon(c, thread)) break;
+                if (!carry_on(c, thread)) break;
             }
             const enum turn mine = wait_for_turn(c, thread, batch, head, group, index);
             if (mine == STOPPED) break;

@@ -304,7 +304,7 @@ static void forward_worker(call *c, int thread, arena scratch)
             for (int64_t i = 0; i < n; i++) {
                 stream_next(w.ahead, c, batch, head / share, after, k.end, i, n);
                 computed += forward_tile(&w.panels[i], &w, c, batch, head / share);
-                if (!carry_on_soon(c, thread)) break;
+                if (!carry_on(c, thread)) break;
             }
         }
         for (int64_t i = 0; i < n; i++) close_panel(&w.panels[i], c, batch, head, w.rows, w.ld);

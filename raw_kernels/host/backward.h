@@ -276,11 +276,7 @@ static int64_t backward_task(backward_room *w, call *c, int thread, task *k, int
     for (int64_t index = k->start, after; index < k->end; index = after) {
         const int64_t turns = panels_at(c, k, index), key = w->tile.first, live = w->tile.live;
         after = next_tile(c, k->all, index + 1, k->end);
-        task behind = {0};
-        if (after < k->end)
-            load_positions(&w->next, c, after);
-        else
-            behind = task_behind(c, k);
+        if (after < k->end) load_positions(&w->next, c, after);
         memset(w->dk, 0, strips_size(keys, b->d) * sizeof(REAL));
         memset(w->dv, 0, strips_size(keys, b->dim_v) * sizeof(REAL));
         for (int64_t i = 0, turn = 0; i < k->n; i++) {
@@ -290,19 +286,18 @@ static int64_t backward_task(backward_room *w, call *c, int thread, task *k, int
             k->opened[i] = 1;
             stream ahead[7] = {0}; /* K, V, dK, dV, Q, dO, dQ */
             const int last = next_tile(c, k->sees[i], index + 1, k->end) == k->end;
-            stream_keys(ahead, c, k, after, &behind, turn, turns);
+            if (after < k->end) stream_tile(ahead, c, after, k->batch, k->kv_head, turn, turns);
             const int64_t from = key + part_start(live, turn, turns), to = key + part_start(live, turn + 1, turns);
             ahead[2] = stream_of(&b->dk, k->batch, k->kv_head, from, to, b->d, TYPE_OF_REAL);
             ahead[3] = stream_of(&b->dv, k->batch, k->kv_head, from, to, b->dim_v, TYPE_OF_REAL);
-            const int parting = after == k->end && turn + 1 == turns; /* from this task */
-            ahead[4] = stream_panel(&b->q, c, parting ? &behind : k, parting ? 0 : i + 1, b->d);
-            ahead[5] = stream_panel(&b->dout, c, parting ? &behind : k, parting ? 0 : i + 1, b->dim_v);
+            ahead[4] = stream_panel(&b->q, c, k, i, b->d);
+            ahead[5] = stream_panel(&b->dout, c, k, i, b->dim_v);
             ahead[6] = stream_of(&b->dq, k->batch, k->head, p->row, last ? p->row + p->count : p->row, b->d, TYPE_OF_REAL);
             collect(&w->soon, ahead, 7);
             computed += backward_tile(p, w, b);
             if (after < k->end) pack_keys(&w->next, c, k->batch, k->kv_head, turn, turns);
             if (last) close_gradient(p, c, k->batch, k->head, w->rows, w->ld);
-            if (!carry_on_soon(c, thread)) return computed;
+            if (!carry_on(c, thread)) return computed;
             turn++;
         }
         if (!turns && after < k->end) pack_keys(&w->next, c, k->batch, k->kv_head, 0, 1);

@@ -93,11 +93,8 @@ typedef struct {
     atomic_long next;             /* task */
     atomic_int stop, working;
     atomic_long computed;
+    int64_t heard, pause;         /* when progress was called last, and how long it may wait now, ns */
     unsigned modes;               /* of floating point, as the caller has them */
-    _Alignas(64) int64_t heard;   /* when progress was called last, ns; this and what follows is the calling thread's, which writes it often: */
-    int64_t pause;                /* a line of its own.  How long progress may wait now */
-    int64_t looked;               /* when carry_on_soon looked at the clock, which it does again behind `left` tiles more; then `leap` are left */
-    int left, leap;
 } call;
 
 /* What the panels of a group may fill of L2.  More where it has 2 MB, as CPUs with AMX do: 1.07 forward by pieces at d 128.  In double a
@@ -174,8 +171,7 @@ INLINE void start_call(call *c, int threads)
     atomic_init(&c->stop, 0);
     atomic_init(&c->working, threads);
     atomic_init(&c->computed, 0);
-    c->heard = c->looked = 0;
-    c->left = c->leap = 0;
+    c->heard = 0;
     c->pause = c->b->interval_ns;
 }
 
@@ -201,7 +197,6 @@ INLINE int64_t next_tile(const call *c, extent seen, int64_t tile, int64_t end)
 
 /* A group of panels and what each sees.  Tiles that the group sees are [start, end), perhaps with gaps. */
 typedef struct {
-    int64_t number;
     int64_t batch, head, kv_head, first, n; /* panels first .. first + n of the block */
     int64_t start, end;
     extent all, sees[BURST_PANELS];
@@ -216,7 +211,7 @@ NOINLINE task task_of(const call *c, int64_t t)
 {
     const burst_block *b = c->b;
     const int64_t keys = b->batch * b->kv_heads, share = b->heads / b->kv_heads;
-    task k = {.number = t, .kv_head = t % b->kv_heads, .batch = t % keys / b->kv_heads};
+    task k = {.kv_head = t % b->kv_heads, .batch = t % keys / b->kv_heads};
     k.head = k.kv_head * share + t / keys % share;
     k.first = group_of(c, t) * c->group_panels;
     k.n = MIN(c->group_panels, c->panels - k.first);
@@ -245,15 +240,6 @@ INLINE int64_t next_shared(const call *c, const task *k, int64_t tile)
 {
     while (tile < k->end && !panels_at(c, k, tile)) tile++;
     return tile;
-}
-
-/* The task that this thread takes behind task k, if threads take turns; with no tiles where there is none. */
-INLINE task task_behind(const call *c, const task *k)
-{
-    const int64_t t = k->number + MAX(1, MIN(c->b->threads, c->tasks));
-    task behind = {0};
-    if (t < c->tasks) behind = task_of(c, t);
-    return behind;
 }
 
 INLINE int64_t now_ns(void)
@@ -286,35 +272,19 @@ INLINE unsigned set_modes(unsigned modes) { return modes; }
 
 INLINE int stopped(call *c) { return atomic_load_explicit(&c->stop, memory_order_relaxed); }
 
-NOINLINE void give_progress(call *c, int64_t now)
-{
-    if (now - c->heard < c->pause) return;
-    const unsigned modes = set_modes(c->modes); /* other people's code */
-    const int told = c->b->progress();
-    set_modes(modes);
-    if (told == BURST_STOP) atomic_store(&c->stop, 1);
-    c->heard = now_ns();
-    const int moved = c->heard - now > MOVED_NS;
-    c->pause = told == BURST_CALM ? 40 * c->b->interval_ns : moved ? c->b->interval_ns : MIN(2 * c->pause, 4 * c->b->interval_ns);
-}
-
 INLINE int carry_on(call *c, int thread)
 {
-    if (thread == 0 && c->b->progress) give_progress(c, now_ns());
-    return !stopped(c);
-}
-
-/* The same behind each tile of a panel: where tiles are short, not each looks at the clock, which takes as long as 1% of one. */
-enum { LONGEST_LEAP = 15 };
-INLINE int carry_on_soon(call *c, int thread)
-{
-    if (thread == 0 && c->b->progress && --c->left < 0) {
-        const int64_t now = now_ns(), since = now - c->looked;
-        if (since < c->b->interval_ns / 16) c->leap = MIN(2 * c->leap + 1, LONGEST_LEAP);
-        if (since > c->b->interval_ns / 4) c->leap = 0;
-        c->looked = now;
-        c->left = c->leap;
-        give_progress(c, now);
+    if (thread == 0 && c->b->progress) {
+        const int64_t now = now_ns();
+        if (now - c->heard >= c->pause) {
+            const unsigned modes = set_modes(c->modes); /* other people's code */
+            const int told = c->b->progress();
+            set_modes(modes);
+            if (told == BURST_STOP) atomic_store(&c->stop, 1);
+            c->heard = now_ns();
+            const int moved = c->heard - now > MOVED_NS;
+            c->pause = told == BURST_CALM ? 40 * c->b->interval_ns : moved ? c->b->interval_ns : MIN(2 * c->pause, 4 * c->b->interval_ns);
+        }
     }
     return !stopped(c);
 }
