@@ -257,18 +257,6 @@ NOINLINE int backward_tile(gradient_panel *p, backward_room *w, const call *c, i
     return 1;
 }
 
-#ifdef BURST_DOT
-/* What panel `part` of `parts` asks for: its part of the next tile's keys, and of the rows to which this tile's sums will be added. */
-INLINE void stream_ahead(shares *s, const call *c, const key_tile *t, int64_t batch, int64_t head, int64_t next, int64_t end, int64_t part,
-                         int64_t parts)
-{
-    const int64_t from = t->first + part_start(t->live, part, parts), to = t->first + part_start(t->live, part + 1, parts);
-    stream_next(s->of, c, batch, head, next, end, part, parts);
-    s->of[2] = stream_of(&c->b->dk, batch, head, from, to, c->b->d, TYPE_OF_REAL);
-    s->of[3] = stream_of(&c->b->dv, batch, head, from, to, c->b->dim_v, TYPE_OF_REAL);
-}
-#endif
-
 static void backward_worker(call *c, int thread, arena scratch)
 {
     const burst_block *b = c->b;
@@ -301,7 +289,8 @@ static void backward_worker(call *c, int thread, arena scratch)
             memset(w.dv, 0, keys * w.width * sizeof(float));
             for (int64_t i = 0; i < n; i++) {
 #ifdef BURST_DOT
-                stream_ahead(&w.ahead, c, &w.tile.at, batch, head / share, after, k.end, i, n);
+                stream_next(w.ahead.of, c, batch, head / share, after, k.end, i, n);
+                stream_sums(w.ahead.of + 2, c, &w.tile.at, batch, head / share, i, n);
 #endif
                 computed += backward_tile(&w.panels[i], &w, c, batch, head);
                 if (!carry_on(c, thread)) break;

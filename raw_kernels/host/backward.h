@@ -274,7 +274,7 @@ static int64_t backward_task(backward_room *w, call *c, int thread, task *k, int
         pack_keys(&w->tile, c, k->batch, k->kv_head, 0, 1);
     }
     for (int64_t index = k->start, after; index < k->end; index = after) {
-        const int64_t turns = panels_at(c, k, index), key = w->tile.first, live = w->tile.live;
+        const int64_t turns = panels_at(c, k, index);
         after = next_tile(c, k->all, index + 1, k->end);
         if (after < k->end) load_positions(&w->next, c, after);
         memset(w->dk, 0, strips_size(keys, b->d) * sizeof(REAL));
@@ -287,9 +287,7 @@ static int64_t backward_task(backward_room *w, call *c, int thread, task *k, int
             stream ahead[7] = {0}; /* K, V, dK, dV, Q, dO, dQ */
             const int last = next_tile(c, k->sees[i], index + 1, k->end) == k->end;
             if (after < k->end) stream_tile(ahead, c, after, k->batch, k->kv_head, turn, turns);
-            const int64_t from = key + part_start(live, turn, turns), to = key + part_start(live, turn + 1, turns);
-            ahead[2] = stream_of(&b->dk, k->batch, k->kv_head, from, to, b->d, TYPE_OF_REAL);
-            ahead[3] = stream_of(&b->dv, k->batch, k->kv_head, from, to, b->dim_v, TYPE_OF_REAL);
+            stream_sums(ahead + 2, c, &w->tile, k->batch, k->kv_head, turn, turns);
             ahead[4] = stream_panel(&b->q, c, k, i, b->d);
             ahead[5] = stream_panel(&b->dout, c, k, i, b->dim_v);
             ahead[6] = stream_of(&b->dq, k->batch, k->head, p->row, last ? p->row + p->count : p->row, b->d, TYPE_OF_REAL);

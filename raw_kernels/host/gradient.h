@@ -63,6 +63,15 @@ NOINLINE void close_gradient(gradient_panel *p, const call *c, int64_t batch, in
 
 /* ---------------------------------------------------------------- dK and dV, in order */
 
+/* Part `part` of `parts` of the rows of dK and dV that a tile's sums will be added to */
+INLINE void stream_sums(stream s[2], const call *c, const key_tile *t, int64_t batch, int64_t kv_head, int64_t part, int64_t parts)
+{
+    const burst_block *b = c->b;
+    const int64_t from = t->first + part_start(t->live, part, parts), to = t->first + part_start(t->live, part + 1, parts);
+    s[0] = stream_of(&b->dk, batch, kv_head, from, to, b->d, TYPE_OF_REAL);
+    s[1] = stream_of(&b->dv, batch, kv_head, from, to, b->dim_v, TYPE_OF_REAL);
+}
+
 enum turn { STOPPED, FIRST, LATER };
 
 /* Wait until all earlier tasks that see this tile of this key head have added their share.  Where gradients start at 0,
