@@ -91,11 +91,11 @@ INLINE void weights_of(const REAL *s, const gradient_panel *q, REAL *p)
 
 /* P of a block with no softcap; where it is cut, NV vectors from `first` see something of it, and hidden pairs are 0
  * whatever came out there */
-INLINE void weigh_block_again(const REAL *k, int64_t ld, int64_t d, const gradient_panel *q, REAL *p, const INT *pos, const int alibi,
+INLINE void weigh_block_again(const REAL *k, int64_t leaf, int64_t d, const gradient_panel *q, REAL *p, const INT *pos, const int alibi,
                               const int cut, int first, const int NV, const char *const *soon)
 {
     vec s[KR][VR];
-    score_block(k, ld, (const REAL *)q->query + first * LANES, d, s, NV, soon);
+    score_block(k, leaf, (const REAL *)q->query + first * LANES, d, s, NV, soon);
     if (alibi) UNROLL for (int j = 0; j < NV; j++) UNROLL for (int i = 0; i < KR; i++) s[i][j] = tilted(&q->q, first + j, pos[i], s[i][j]);
     UNROLL for (int j = 0; j < NV; j++) {
         const int64_t lane = (first + j) * LANES;
@@ -108,21 +108,21 @@ INLINE void weigh_block_again(const REAL *k, int64_t ld, int64_t d, const gradie
     }
 }
 /* P of n blocks, one after another, that all lanes see; behind them products have `rest` slots for wishes */
-NOINLINE void weigh_again(const REAL *k, int64_t ld, int64_t d, int64_t n, const gradient_panel *q, REAL *p, wishes *w, int64_t rest)
+NOINLINE void weigh_again(const REAL *k, int64_t leaf, int64_t d, int64_t n, const gradient_panel *q, REAL *p, wishes *w, int64_t rest)
 {
     const int64_t slots = d / ASK;
     if (WEIGH_LATER) {
         for (int64_t i = 0; i < n; i++)
-            score_only(k + i * KR * ld, ld, q->query, d, p + i * KR * NR, wish(w, slots, (n - 1 - i) * slots + rest));
+            score_only(k + i * KR * KR, leaf, q->query, d, p + i * KR * NR, wish(w, slots, (n - 1 - i) * slots + rest));
         if (!weigh_scores(p, n * KR, q->lse, q->lse_low, NULL)) return;
     }
     for (int64_t i = 0; i < n; i++)
-        weigh_block_again(k + i * KR * ld, ld, d, q, p + i * KR * NR, NULL, 0, 0, 0, VR, wish(w, slots, (n - 1 - i) * slots + rest));
+        weigh_block_again(k + i * KR * KR, leaf, d, q, p + i * KR * NR, NULL, 0, 0, 0, VR, wish(w, slots, (n - 1 - i) * slots + rest));
 }
-NOINLINE void weigh_again_tilted(const REAL *k, int64_t ld, int64_t d, const gradient_panel *q, REAL *p, const INT *pos,
+NOINLINE void weigh_again_tilted(const REAL *k, int64_t leaf, int64_t d, const gradient_panel *q, REAL *p, const INT *pos,
                                  const char *const *soon)
 {
-    weigh_block_again(k, ld, d, q, p, pos, 1, 0, 0, VR, soon);
+    weigh_block_again(k, leaf, d, q, p, pos, 1, 0, 0, VR, soon);
 }
 /* Vectors that see nothing of a block: dK and dV take their zeros, as they go by other blocks. */
 INLINE void clear_unseen(REAL *p, span seen)
@@ -130,24 +130,24 @@ INLINE void clear_unseen(REAL *p, span seen)
     UNROLL for (int j = 0; j < VR; j++)
         if (j < seen.first || j >= seen.last) UNROLL for (int i = 0; i < KR; i++) store(p + i * NR + j * LANES, zero());
 }
-NOINLINE void weigh_again_cut(const REAL *k, int64_t ld, int64_t d, const gradient_panel *q, REAL *p, const INT *pos, span seen,
+NOINLINE void weigh_again_cut(const REAL *k, int64_t leaf, int64_t d, const gradient_panel *q, REAL *p, const INT *pos, span seen,
                               const char *const *soon)
 {
     clear_unseen(p, seen);
     switch (seen.last - seen.first) {
-    case 1: weigh_block_again(k, ld, d, q, p, pos, 0, 1, seen.first, 1, soon); break;
-    case 2: weigh_block_again(k, ld, d, q, p, pos, 0, 1, seen.first, 2, soon); break;
-    case 3: weigh_block_again(k, ld, d, q, p, pos, 0, 1, 0, 3, soon); break;
+    case 1: weigh_block_again(k, leaf, d, q, p, pos, 0, 1, seen.first, 1, soon); break;
+    case 2: weigh_block_again(k, leaf, d, q, p, pos, 0, 1, seen.first, 2, soon); break;
+    case 3: weigh_block_again(k, leaf, d, q, p, pos, 0, 1, 0, 3, soon); break;
     default: break;
     }
 }
 
 /* dS = P (dP - delta), times the cap's slope where slopes holds it */
-INLINE void slope_any(const REAL *v, int64_t ld, int64_t dv, const gradient_panel *q, const REAL *p, REAL *ds, const INT *pos,
+INLINE void slope_any(const REAL *v, int64_t leaf, int64_t dv, const gradient_panel *q, const REAL *p, REAL *ds, const INT *pos,
                       const int capped, const int cut, int first, const int NV, const char *const *soon)
 {
     vec dp[KR][VR];
-    score_block(v, ld, (const REAL *)q->dout + first * LANES, dv, dp, NV, soon);
+    score_block(v, leaf, (const REAL *)q->dout + first * LANES, dv, dp, NV, soon);
     UNROLL for (int j = 0; j < NV; j++) {
         const vec delta = load(q->delta + (first + j) * LANES);
         UNROLL for (int i = 0; i < KR; i++) {
@@ -159,27 +159,27 @@ INLINE void slope_any(const REAL *v, int64_t ld, int64_t dv, const gradient_pane
         }
     }
 }
-NOINLINE void slope_blocks(const REAL *v, int64_t ld, int64_t dv, int64_t n, const gradient_panel *q, const REAL *p, REAL *ds, wishes *w,
+NOINLINE void slope_blocks(const REAL *v, int64_t leaf, int64_t dv, int64_t n, const gradient_panel *q, const REAL *p, REAL *ds, wishes *w,
                            int64_t rest)
 {
     const int64_t slots = dv / ASK;
     for (int64_t i = 0; i < n; i++)
-        slope_any(v + i * KR * ld, ld, dv, q, p + i * KR * NR, ds + i * KR * NR, NULL, 0, 0, 0, VR, wish(w, slots, (n - 1 - i) * slots + rest));
+        slope_any(v + i * KR * KR, leaf, dv, q, p + i * KR * NR, ds + i * KR * NR, NULL, 0, 0, 0, VR, wish(w, slots, (n - 1 - i) * slots + rest));
 }
-NOINLINE void slope_cut(const REAL *v, int64_t ld, int64_t dv, const gradient_panel *q, const REAL *p, REAL *ds, const INT *pos,
+NOINLINE void slope_cut(const REAL *v, int64_t leaf, int64_t dv, const gradient_panel *q, const REAL *p, REAL *ds, const INT *pos,
                         span seen, const char *const *soon)
 {
     clear_unseen(ds, seen);
     switch (seen.last - seen.first) {
-    case 1: slope_any(v, ld, dv, q, p, ds, pos, 0, 1, seen.first, 1, soon); break;
-    case 2: slope_any(v, ld, dv, q, p, ds, pos, 0, 1, seen.first, 2, soon); break;
-    case 3: slope_any(v, ld, dv, q, p, ds, pos, 0, 1, 0, 3, soon); break;
+    case 1: slope_any(v, leaf, dv, q, p, ds, pos, 0, 1, seen.first, 1, soon); break;
+    case 2: slope_any(v, leaf, dv, q, p, ds, pos, 0, 1, seen.first, 2, soon); break;
+    case 3: slope_any(v, leaf, dv, q, p, ds, pos, 0, 1, 0, 3, soon); break;
     default: break;
     }
 }
-NOINLINE void slope_capped(const REAL *v, int64_t ld, int64_t dv, const gradient_panel *q, const REAL *p, REAL *ds)
+NOINLINE void slope_capped(const REAL *v, int64_t leaf, int64_t dv, const gradient_panel *q, const REAL *p, REAL *ds)
 {
-    slope_any(v, ld, dv, q, p, ds, NULL, 1, 0, 0, VR, NULL);
+    slope_any(v, leaf, dv, q, p, ds, NULL, 1, 0, 0, VR, NULL);
 }
 
 NOINLINE int backward_tile(gradient_panel *p, backward_room *w, const burst_block *b)
@@ -197,49 +197,49 @@ NOINLINE int backward_tile(gradient_panel *p, backward_room *w, const burst_bloc
         const int64_t slots = b->d / ASK, slots_v = b->dim_v / ASK;
         REAL *weights = w->p + (block - from) * KR * NR, *ds = w->ds + (block - from) * KR * NR;
         const int cut = !full && block_sight(t, &p->q, block) != FULL;
-        const REAL *k = t->k + block * KR * t->ld_k, *v = t->v + block * KR * t->ld_v;
+        const REAL *k = t->k + block * KR * KR, *v = t->v + block * KR * KR;
         const INT *pos = t->pos + block * KR;
-        n = 1; /* where weights come with the product, slopes come right behind them */
-        if (WEIGH_LATER && !capped && !cut && !alibi)
+        n = 1; /* a run of blocks: one product after the other, so that L1 holds Q' and then dO', and never both */
+        if (!capped && !cut && !alibi)
             while (block + n < to && (full || block_sight(t, &p->q, block + n) == FULL)) n++;
         const int64_t more = (to - block - n) * (slots + slots_v) + slots_behind;
         if (!capped && !cut && !alibi) {
-            weigh_again(k, t->ld_k, b->d, n, p, weights, &w->soon, n * slots_v + more);
+            weigh_again(k, t->leaf, b->d, n, p, weights, &w->soon, n * slots_v + more);
         } else if (!capped && !cut) {
-            weigh_again_tilted(k, t->ld_k, b->d, p, weights, pos, wish(&w->soon, slots, slots_v + more));
+            weigh_again_tilted(k, t->leaf, b->d, p, weights, pos, wish(&w->soon, slots, slots_v + more));
         } else if (!capped && !alibi) {
-            weigh_again_cut(k, t->ld_k, b->d, p, weights, pos, edge.spans[block - from], wish(&w->soon, slots, slots_v + more));
+            weigh_again_cut(k, t->leaf, b->d, p, weights, pos, edge.spans[block - from], wish(&w->soon, slots, slots_v + more));
         } else {
             score_any(t, block, &p->q, p->query, b->d, &w->how, weights, capped ? ds : NULL);
             weights_of(weights, p, weights);
             if (cut) hide_block(weights, &p->q, pos, KR); /* a lane whose lse is NaN must not reach keys that it does not see */
         }
         if (capped) {
-            slope_capped(v, t->ld_v, b->dim_v, p, weights, ds);
+            slope_capped(v, t->leaf, b->dim_v, p, weights, ds);
             if (cut) hide_block(ds, &p->q, pos, KR);
         } else if (cut) {
-            slope_cut(v, t->ld_v, b->dim_v, p, weights, ds, pos, edge.spans[block - from], wish(&w->soon, slots_v, more));
+            slope_cut(v, t->leaf, b->dim_v, p, weights, ds, pos, edge.spans[block - from], wish(&w->soon, slots_v, more));
         } else {
-            slope_blocks(v, t->ld_v, b->dim_v, n, p, weights, ds, &w->soon, more);
+            slope_blocks(v, t->leaf, b->dim_v, n, p, weights, ds, &w->soon, more);
         }
     }
     const int64_t all = ROUND_UP(BURST_KEYS_BACKWARD, KR);
     const int careful = !full && (t->wild_k || t->wild_v || p->wild);
-    const REAL *rows = t->k + from * KR * t->ld_k;
+    const REAL *rows = t->k + from * KR * KR;
     if (careful) {
         const INT *pos = t->pos + from * KR;
         const int64_t live = MIN(to * KR, t->live) - from * KR;
         add_rows_carefully(w->p, p->dout_rows, w->dv, from * KR, live, all, b->dim_v, &p->q, pos);
         add_rows_carefully(w->ds, p->query_rows, w->dk, from * KR, live, all, b->d, &p->q, pos);
-        add_panel_carefully(rows, t->ld_k, w->ds, live, p->dq, b->d, &p->q, pos);
+        add_panel_carefully(rows, t->leaf, w->ds, live, p->dq, b->d, &p->q, pos);
     } else {
         const span *spans = full ? NULL : edge.spans;
         add_rows(w->p, p->dout_rows, w->dv, from * KR, keys, all, b->dim_v, spans);
         add_rows(w->ds, p->query_rows, w->dk, from * KR, keys, all, b->d, spans);
         if (full)
-            add_panel(rows, t->ld_k, w->ds, keys, p->dq, b->d, &w->soon);
+            add_panel(rows, t->leaf, w->ds, keys, p->dq, b->d, &w->soon);
         else
-            add_panel_runs(rows, t->ld_k, w->ds, keys, edge.runs, edge.n, p->dq, b->d, &w->soon);
+            add_panel_runs(rows, t->leaf, w->ds, keys, edge.runs, edge.n, p->dq, b->d, &w->soon);
     }
     return 1;
 }

@@ -56,11 +56,11 @@ NOINLINE void open_panel(panel *p, forward_room *w, const call *c, int64_t batch
 
 /* P of a block with no softcap: registers only.  Where it is cut, NV vectors from `first` see something of it, and
  * hidden pairs are 0 whatever came out there. */
-INLINE void weigh_block(const REAL *k, int64_t ld, const REAL *query, int64_t d, const REAL *ref, REAL *p, vec *sum,
+INLINE void weigh_block(const REAL *k, int64_t leaf, const REAL *query, int64_t d, const REAL *ref, REAL *p, vec *sum,
                         const lanes *q, const INT *pos, const int alibi, const int cut, int first, const int NV, const char *const *soon)
 {
     vec s[KR][VR];
-    score_block(k, ld, query + first * LANES, d, s, NV, soon);
+    score_block(k, leaf, query + first * LANES, d, s, NV, soon);
     if (alibi) UNROLL for (int j = 0; j < NV; j++) UNROLL for (int i = 0; i < KR; i++) s[i][j] = tilted(q, first + j, pos[i], s[i][j]);
     UNROLL for (int j = 0; j < NV; j++) {
         const vec m = load(ref + (first + j) * LANES);
@@ -76,44 +76,44 @@ INLINE void weigh_block(const REAL *k, int64_t ld, const REAL *query, int64_t d,
 }
 
 /* Scores of a block as they are, into memory */
-INLINE void score_only(const REAL *k, int64_t ld, const REAL *query, int64_t d, REAL *s, const char *const *soon)
+INLINE void score_only(const REAL *k, int64_t leaf, const REAL *query, int64_t d, REAL *s, const char *const *soon)
 {
     vec acc[KR][VR];
-    score_block(k, ld, query, d, acc, VR, soon);
+    score_block(k, leaf, query, d, acc, VR, soon);
     UNROLL for (int i = 0; i < KR; i++) UNROLL for (int j = 0; j < VR; j++) store(s + i * NR + j * LANES, acc[i][j]);
 }
 
 /* P of n blocks, one after another, that all lanes see.  Returns whether the tile must be done again; behind them products have
  * `rest` slots for wishes. */
-NOINLINE int weigh_full(const REAL *k, int64_t ld, const REAL *query, int64_t d, int64_t n, const REAL *ref, REAL *p, vec *sum, wishes *w,
+NOINLINE int weigh_full(const REAL *k, int64_t leaf, const REAL *query, int64_t d, int64_t n, const REAL *ref, REAL *p, vec *sum, wishes *w,
                         int64_t rest)
 {
     const int64_t slots = d / ASK;
     for (int64_t i = 0; i < n; i++) {
-        const REAL *keys = k + i * KR * ld;
+        const REAL *keys = k + i * KR * KR;
         REAL *to = p + i * KR * NR;
         const char *const *soon = wish(w, slots, (n - 1 - i) * slots + rest);
         if (WEIGH_LATER)
-            score_only(keys, ld, query, d, to, soon);
+            score_only(keys, leaf, query, d, to, soon);
         else
-            weigh_block(keys, ld, query, d, ref, to, sum, NULL, NULL, 0, 0, 0, VR, soon);
+            weigh_block(keys, leaf, query, d, ref, to, sum, NULL, NULL, 0, 0, 0, VR, soon);
     }
     return WEIGH_LATER && weigh_scores(p, n * KR, ref, NULL, sum);
 }
 
-NOINLINE void weigh_tilted(const REAL *k, int64_t ld, const REAL *query, int64_t d, const REAL *ref, REAL *p, vec *sum,
+NOINLINE void weigh_tilted(const REAL *k, int64_t leaf, const REAL *query, int64_t d, const REAL *ref, REAL *p, vec *sum,
                            const lanes *q, const INT *pos, const char *const *soon)
 {
-    weigh_block(k, ld, query, d, ref, p, sum, q, pos, 1, 0, 0, VR, soon);
+    weigh_block(k, leaf, query, d, ref, p, sum, q, pos, 1, 0, 0, VR, soon);
 }
 
-NOINLINE void weigh_cut(const REAL *k, int64_t ld, const REAL *query, int64_t d, const REAL *ref, REAL *p, vec *sum,
+NOINLINE void weigh_cut(const REAL *k, int64_t leaf, const REAL *query, int64_t d, const REAL *ref, REAL *p, vec *sum,
                         const lanes *q, const INT *pos, span seen, const char *const *soon)
 {
     switch (seen.last - seen.first) {
-    case 1: weigh_block(k, ld, query, d, ref, p, sum, q, pos, 0, 1, seen.first, 1, soon); break;
-    case 2: weigh_block(k, ld, query, d, ref, p, sum, q, pos, 0, 1, seen.first, 2, soon); break;
-    case 3: weigh_block(k, ld, query, d, ref, p, sum, q, pos, 0, 1, 0, 3, soon); break;
+    case 1: weigh_block(k, leaf, query, d, ref, p, sum, q, pos, 0, 1, seen.first, 1, soon); break;
+    case 2: weigh_block(k, leaf, query, d, ref, p, sum, q, pos, 0, 1, seen.first, 2, soon); break;
+    case 3: weigh_block(k, leaf, query, d, ref, p, sum, q, pos, 0, 1, 0, 3, soon); break;
     default: break;
     }
 }
@@ -122,7 +122,7 @@ NOINLINE void weigh_cut(const REAL *k, int64_t ld, const REAL *query, int64_t d,
 NOINLINE void score_any(const key_tile *t, int64_t block, const lanes *q, const REAL *query, int64_t d, const bend *how,
                         REAL *s, REAL *slopes)
 {
-    score_only(t->k + block * KR * t->ld_k, t->ld_k, query, d, s, NULL);
+    score_only(t->k + block * KR * KR, t->leaf, query, d, s, NULL);
     const int cut = block_sight(t, q, block) != FULL;
     if (cut || how->softcap != 0 || how->alibi)
         bend_block(s, slopes, q, how, t->pos + block * KR, (int)MIN(KR, t->live - block * KR), cut);
@@ -186,17 +186,17 @@ NOINLINE int forward_tile(panel *p, forward_room *w, const burst_block *b)
             const int waits = p->unset && waits_for(p, t->block_min[block], t->block_max[block]);
             const int64_t slots = b->d / ASK, rest = (to - i - 1) * slots + slots_behind;
             REAL *weights = w->p + (block - from) * KR * NR;
-            const REAL *k = t->k + block * KR * t->ld_k;
+            const REAL *k = t->k + block * KR * KR;
             const INT *pos = t->pos + block * KR;
             const int seen = full || block_sight(t, &p->q, block) == FULL;
             n = 1;
             if (plain && !waits && seen && !alibi) {
                 if (!p->unset && i >= lead) while (i + n < to && (full || block_sight(t, &p->q, block + n) == FULL)) n++;
-                strange |= weigh_full(k, t->ld_k, p->query, b->d, n, p->ref, weights, sum, &w->soon, (to - i - n) * slots + slots_behind);
+                strange |= weigh_full(k, t->leaf, p->query, b->d, n, p->ref, weights, sum, &w->soon, (to - i - n) * slots + slots_behind);
             } else if (plain && !waits && seen) {
-                weigh_tilted(k, t->ld_k, p->query, b->d, p->ref, weights, sum, &p->q, pos, wish(&w->soon, slots, rest));
+                weigh_tilted(k, t->leaf, p->query, b->d, p->ref, weights, sum, &p->q, pos, wish(&w->soon, slots, rest));
             } else if (plain && !waits && !alibi) {
-                weigh_cut(k, t->ld_k, p->query, b->d, p->ref, weights, sum, &p->q, pos, edge.spans[block - from],
+                weigh_cut(k, t->leaf, p->query, b->d, p->ref, weights, sum, &p->q, pos, edge.spans[block - from],
                           wish(&w->soon, slots, rest));
             } else {
                 score_any(t, block, &p->q, p->query, b->d, &w->how, weights, NULL);
@@ -207,14 +207,14 @@ NOINLINE int forward_tile(panel *p, forward_room *w, const burst_block *b)
         if (p->wide || strange || too_high(sum)) tile_with_maximum(p, w, from, to, b->d, b->dim_v, sum);
     }
     UNROLL for (int j = 0; j < VR; j++) store(p->l + j * LANES, load(p->l + j * LANES) + sum[j]);
-    const REAL *values = t->v + from * KR * t->ld_v;
+    const REAL *values = t->v + from * KR * KR;
     if (t->wild_v && !full)
-        add_panel_carefully(values, t->ld_v, w->p, MIN(to * KR, t->live) - from * KR, p->out, b->dim_v, &p->q,
+        add_panel_carefully(values, t->leaf, w->p, MIN(to * KR, t->live) - from * KR, p->out, b->dim_v, &p->q,
                             t->pos + from * KR);
     else if (full)
-        add_panel(values, t->ld_v, w->p, keys, p->out, b->dim_v, &w->soon);
+        add_panel(values, t->leaf, w->p, keys, p->out, b->dim_v, &w->soon);
     else
-        add_panel_runs(values, t->ld_v, w->p, keys, edge.runs, edge.n, p->out, b->dim_v, &w->soon);
+        add_panel_runs(values, t->leaf, w->p, keys, edge.runs, edge.n, p->out, b->dim_v, &w->soon);
     return (int)((to * KR - 1) / BURST_KEYS_BACKWARD - from * KR / BURST_KEYS_BACKWARD + 1);
 }
 

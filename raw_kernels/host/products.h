@@ -36,62 +36,99 @@ INLINE const char *const *wish(wishes *w, int64_t slots, int64_t rest)
     return lines;
 }
 
-/* sum[j] += *x b[j] for j < N, N up to 4 */
-INLINE void add_multiples(vec *sum, const REAL *x, const vec *b, const int N)
+/* sum[j] += *x b[j] for j < N, N up to 4.
+ *
+ * In assembly where x86 has FMA.  Left to the compiler, AVX2's 16 registers (12 sums, 3 of b, x) make it fetch b again for each sum, and
+ * loads bind; with AVX-512 it orders loads and products worse.  One statement for all N: between two it moves sums from register to register.
+ *
+ * apart: each product fetches x itself, which is one instruction less and N - 1 loads more.  Of a column's broadcasts APART are taken so:
+ * where a core's two threads share 4 instructions a cycle (Intel until Cascade Lake) they bind before FMA does. */
+#ifndef APART
+#define APART 2
+#endif
+
+#if defined(BURST_AVX2) || (defined(BURST_AVX512) && defined(__AVX512F__)) /* which tests/cross has in C */
+#define SUM(j) [s##j] "+v"(sum[j])
+#define FACTOR(j) [b##j] "v"(b[j])
+#define ONCE BROADCAST " %[x], %[all]\n\t"
+#define PRODUCT(j) MULTIPLY_ADD " %[b" #j "], %[all], %[s" #j "]\n\t"
+#define PRODUCT_APART(j) MULTIPLY_ADD " %[x]" TO_ALL ", %[b" #j "], %[s" #j "]\n\t"
+
+INLINE void add_multiples(vec *sum, const REAL *x, const vec *b, const int N, const int apart)
 {
-#ifdef BURST_AVX2
-    /* 16 registers: 12 sums, 3 of b, x.  Left to the compiler, b is fetched from memory again for each sum, and loads bind. */
     vec all;
-    if (N == 3)
-        __asm__(BROADCAST " %4, %3\n\t" MULTIPLY_ADD " %5, %3, %0\n\t" MULTIPLY_ADD " %6, %3, %1\n\t" MULTIPLY_ADD " %7, %3, %2"
-                : "+x"(sum[0]), "+x"(sum[1]), "+x"(sum[2]), "=&x"(all) : "m"(*x), "x"(b[0]), "x"(b[1]), "x"(b[2]));
-    else if (N == 2)
-        __asm__(BROADCAST " %3, %2\n\t" MULTIPLY_ADD " %4, %2, %0\n\t" MULTIPLY_ADD " %5, %2, %1"
-                : "+x"(sum[0]), "+x"(sum[1]), "=&x"(all) : "m"(*x), "x"(b[0]), "x"(b[1]));
-    else
-        __asm__(BROADCAST " %2, %1\n\t" MULTIPLY_ADD " %3, %1, %0" : "+x"(sum[0]), "=&x"(all) : "m"(*x), "x"(b[0]));
+#ifdef BURST_AVX512
+    switch (apart || N == 1 ? N : 0) {
+    case 1: __asm__(PRODUCT_APART(0) : SUM(0) : [x] "m"(*x), FACTOR(0)); return;
+    case 2: __asm__(PRODUCT_APART(0) PRODUCT_APART(1) : SUM(0), SUM(1) : [x] "m"(*x), FACTOR(0), FACTOR(1)); return;
+    case 3:
+        __asm__(PRODUCT_APART(0) PRODUCT_APART(1) PRODUCT_APART(2)
+                : SUM(0), SUM(1), SUM(2) : [x] "m"(*x), FACTOR(0), FACTOR(1), FACTOR(2));
+        return;
+    case 4:
+        __asm__(PRODUCT_APART(0) PRODUCT_APART(1) PRODUCT_APART(2) PRODUCT_APART(3)
+                : SUM(0), SUM(1), SUM(2), SUM(3) : [x] "m"(*x), FACTOR(0), FACTOR(1), FACTOR(2), FACTOR(3));
+        return;
+    }
+#endif
+    (void)apart;
+    switch (N) {
+    case 1: __asm__(ONCE PRODUCT(0) : SUM(0), [all] "=&v"(all) : [x] "m"(*x), FACTOR(0)); return;
+    case 2: __asm__(ONCE PRODUCT(0) PRODUCT(1) : SUM(0), SUM(1), [all] "=&v"(all) : [x] "m"(*x), FACTOR(0), FACTOR(1)); return;
+    case 3:
+        __asm__(ONCE PRODUCT(0) PRODUCT(1) PRODUCT(2)
+                : SUM(0), SUM(1), SUM(2), [all] "=&v"(all) : [x] "m"(*x), FACTOR(0), FACTOR(1), FACTOR(2));
+        return;
+    case 4:
+        __asm__(ONCE PRODUCT(0) PRODUCT(1) PRODUCT(2) PRODUCT(3)
+                : SUM(0), SUM(1), SUM(2), SUM(3), [all] "=&v"(all) : [x] "m"(*x), FACTOR(0), FACTOR(1), FACTOR(2), FACTOR(3));
+        return;
+    }
+}
 #else
+INLINE void add_multiples(vec *sum, const REAL *x, const vec *b, const int N, const int apart)
+{
+    (void)apart;
     const vec all = splat(*x);
     UNROLL for (int j = 0; j < N; j++) sum[j] += all * b[j];
-#endif
 }
+#endif
 
 /* One column's share of the scores */
-INLINE void score_column(const REAL *k, int64_t ld, const REAL *panel, vec acc[KR][VR], const int NV)
+INLINE void score_column(const REAL *k, const REAL *panel, vec acc[KR][VR], const int NV)
 {
     vec b[VR];
     UNROLL for (int j = 0; j < NV; j++) b[j] = load(panel + j * LANES);
-    UNROLL for (int i = 0; i < KR; i++) add_multiples(acc[i], k + i * ld, b, NV);
+    UNROLL for (int i = 0; i < KR; i++) add_multiples(acc[i], k + i * KR, b, NV, i < APART);
 }
 
-INLINE void score_block(const REAL *k,     /* [KR, d], row stride ld */
-                        int64_t ld,
+INLINE void score_block(const REAL *k,     /* [d / KR][KR, KR], `leaf` apart */
+                        int64_t leaf,
                         const REAL *panel, /* [d, NR], of which NV vectors count */
                         int64_t d, vec acc[KR][VR], const int NV,
                         const char *const *soon) /* [d / ASK]: lines that are asked for meanwhile, or NULL */
 {
     UNROLL for (int i = 0; i < KR; i++) UNROLL for (int j = 0; j < NV; j++) acc[i][j] = (vec){0};
-    int64_t c = 0;
-    for (; c + ASK <= d; c += ASK) {
-        if (soon) __builtin_prefetch(*soon++, 0, 3);
-        UNROLL for (int step = 0; step < ASK; step++) score_column(k + c + step, ld, panel + (c + step) * NR, acc, NV);
-    }
-    ONE_BY_ONE for (; c < d; c++) score_column(k + c, ld, panel + c * NR, acc, NV);
+    for (; d >= KR; d -= KR, k += leaf, panel += KR * NR)
+        UNROLL for (int c = 0; c < KR; c++) {
+            if (c % ASK == 0 && soon) __builtin_prefetch(*soon++, 0, 3);
+            score_column(k + c, panel + c * NR, acc, NV);
+        }
+    ONE_BY_ONE for (; d > 0; d--, k++, panel += NR) score_column(k, panel, acc, NV);
 }
 
-/* acc += rows' p over keys, for the vectors [FIRST, LAST) of a panel */
-INLINE void add_keys(const REAL *rows, /* [keys, KR] of rows at stride ld: one key's broadcasts share a line */
-                     int64_t ld,
+/* acc += a leaf's columns times p over keys, for the vectors [FIRST, LAST) of a panel */
+INLINE void add_keys(const REAL *leaf, /* [keys, KR] */
                      const REAL *p,    /* [keys, NR]; keys is a multiple of ASK */
                      int64_t keys, vec acc[KR][VR], const int FIRST, const int LAST,
                      const char *const *soon) /* [keys / ASK] or NULL */
 {
-    for (int64_t key = 0; key < keys; key += ASK) {
+    for (int64_t key = 0; key < keys; key += ASK, leaf += ASK * KR, p += ASK * NR) {
         if (soon) __builtin_prefetch(*soon++, 0, 3);
         UNROLL for (int step = 0; step < ASK; step++) {
             vec b[VR];
-            UNROLL for (int j = FIRST; j < LAST; j++) b[j] = load(p + (key + step) * NR + j * LANES);
-            UNROLL for (int i = 0; i < KR; i++) add_multiples(acc[i] + FIRST, rows + (key + step) * ld + i, b + FIRST, LAST - FIRST);
+            UNROLL for (int j = FIRST; j < LAST; j++) b[j] = load(p + step * NR + j * LANES);
+            UNROLL for (int i = 0; i < KR; i++) add_multiples(acc[i] + FIRST, leaf + step * KR + i, b + FIRST, LAST - FIRST, i < APART);
         }
     }
 }
@@ -108,13 +145,13 @@ INLINE void add_sums(REAL *o, vec acc[KR][VR]) /* o: [KR, NR] */
     }
 }
 
-/* o += rows' p; rows: [keys, columns], columns padded with zeros to whole blocks */
-NOINLINE void add_panel(const REAL *rows, int64_t ld, const REAL *p, int64_t keys, REAL *o, int64_t columns, wishes *w)
+/* o += rows' p; rows: [columns / KR][keys, KR], `leaf` apart, columns padded with zeros */
+NOINLINE void add_panel(const REAL *rows, int64_t leaf, const REAL *p, int64_t keys, REAL *o, int64_t columns, wishes *w)
 {
-    for (int64_t c = 0; c < columns; c += KR) {
+    for (int64_t c = 0; c < columns; c += KR, rows += leaf) {
         vec acc[KR][VR];
         clear_sums(acc);
-        add_keys(rows + c, ld, p, keys, acc, 0, VR, wish(w, keys / ASK, (columns - c - 1) / KR * (keys / ASK)));
+        add_keys(rows, p, keys, acc, 0, VR, wish(w, keys / ASK, (columns - c - 1) / KR * (keys / ASK)));
         add_sums(o + c * NR, acc);
     }
 }
@@ -133,26 +170,26 @@ typedef struct {
 _Static_assert(VR == 3, "the runs below");
 
 /* The same where a panel sees the keys in part: what a whole vector does not see is not computed. */
-NOINLINE void add_panel_runs(const REAL *rows, int64_t ld, const REAL *p, int64_t keys, const run_of_keys *runs, int n, REAL *o,
+NOINLINE void add_panel_runs(const REAL *rows, int64_t leaf, const REAL *p, int64_t keys, const run_of_keys *runs, int n, REAL *o,
                              int64_t columns, wishes *w)
 {
-    for (int64_t c = 0; c < columns; c += KR) {
+    for (int64_t c = 0; c < columns; c += KR, rows += leaf) {
         vec acc[KR][VR];
-        const REAL *row = rows + c, *weights = p;
+        const REAL *row = rows, *weights = p;
         const char *const *soon = wish(w, keys / ASK, (columns - c - 1) / KR * (keys / ASK));
         clear_sums(acc);
         for (int i = 0; i < n; i++) {
             const int64_t some = runs[i].keys;
             switch (runs[i].seen.first * 4 + runs[i].seen.last) {
-            case 1: add_keys(row, ld, weights, some, acc, 0, 1, soon); break;
-            case 2: add_keys(row, ld, weights, some, acc, 0, 2, soon); break;
-            case 3: add_keys(row, ld, weights, some, acc, 0, 3, soon); break;
-            case 6: add_keys(row, ld, weights, some, acc, 1, 2, soon); break;
-            case 7: add_keys(row, ld, weights, some, acc, 1, 3, soon); break;
-            case 11: add_keys(row, ld, weights, some, acc, 2, 3, soon); break;
+            case 1: add_keys(row, weights, some, acc, 0, 1, soon); break;
+            case 2: add_keys(row, weights, some, acc, 0, 2, soon); break;
+            case 3: add_keys(row, weights, some, acc, 0, 3, soon); break;
+            case 6: add_keys(row, weights, some, acc, 1, 2, soon); break;
+            case 7: add_keys(row, weights, some, acc, 1, 3, soon); break;
+            case 11: add_keys(row, weights, some, acc, 2, 3, soon); break;
             default: break; /* nobody */
             }
-            row += some * ld;
+            row += some * KR;
             weights += some * NR;
             if (soon) soon += some / ASK;
         }
@@ -185,7 +222,7 @@ INLINE void add_row_block(const REAL *a,  /* [ROWS, NR] */
     for (int q = from; q < to; q++) {
         vec b[4];
         UNROLL for (int j = 0; j < NV; j++) b[j] = load(r + (q * NV + j) * LANES);
-        UNROLL for (int i = 0; i < ROWS; i++) add_multiples(acc[i], a + i * NR + q, b, NV);
+        UNROLL for (int i = 0; i < ROWS; i++) add_multiples(acc[i], a + i * NR + q, b, NV, i < APART);
     }
     UNROLL for (int i = 0; i < ROWS; i++) UNROLL for (int j = 0; j < NV; j++) {
         REAL *at = g + (i * NV + j) * LANES;

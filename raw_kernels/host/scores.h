@@ -90,14 +90,14 @@ NOINLINE void hide_block(REAL *x, const lanes *q, const INT *pos, int live)
  * tiles, where they are cut, are added pair by pair.
  */
 #ifndef BURST_AMX
-NOINLINE void add_panel_carefully(const REAL *rows, int64_t ld, const REAL *p, int64_t keys, REAL *o, int64_t columns,
+NOINLINE void add_panel_carefully(const REAL *leaves, int64_t leaf, const REAL *p, int64_t keys, REAL *o, int64_t columns,
                                   const lanes *q, const INT *pos)
 {
     for (int64_t c = 0; c < columns; c++)
         for (int64_t key = 0; key < keys; key++)
             for (int lane = 0; lane < NR; lane++)
                 if (q->lo[lane] <= pos[key] && pos[key] < q->hi[lane])
-                    o[c * NR + lane] += rows[key * ld + c] * p[key * NR + lane];
+                    o[c * NR + lane] += leaves[c / KR * leaf + key * KR + c % KR] * p[key * NR + lane];
 }
 
 NOINLINE void add_rows_carefully(const REAL *a, const REAL *r, REAL *g, int64_t first, int64_t keys, int64_t g_keys,

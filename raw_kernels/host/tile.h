@@ -14,12 +14,11 @@
 _Static_assert(BURST_KEYS_FORWARD % BURST_KEYS_BACKWARD == 0, "a forward tile is whole backward tiles");
 
 typedef struct {
-    REAL *k;              /* [keys, ld_k] rows */
-    REAL *v;              /* [keys, ld_v] rows */
+    REAL *k, *v;          /* [columns / KR][keys, KR], `leaf` apart: see pack_leaves */
     INT *pos;             /* [keys] */
     INT *block_min, *block_max; /* [blocks] */
     INT min, max;               /* of all */
-    int64_t ld_k, ld_v;
+    int64_t leaf;
     int64_t first, live, blocks; /* first key, keys, blocks of KR keys */
     int wild_k, wild_v;   /* an infinity or NaN is among them */
 } key_tile;
@@ -60,11 +59,9 @@ INLINE int64_t part_start(int64_t keys, int64_t part, int64_t parts) { return ke
 INLINE void take_tile(arena *a, key_tile *t, const call *c)
 {
     const burst_block *b = c->b;
-    const int64_t keys = ROUND_UP(c->tile_keys, KR), line = 64 / (int64_t)sizeof(REAL);
-    t->ld_k = ROUND_UP(b->d, line) + line; /* padded: powers of two would alias in L1 */
-    t->ld_v = ROUND_UP(b->dim_v, line) + line;
-    t->k = TAKE(a, REAL, keys * t->ld_k);
-    t->v = TAKE(a, REAL, keys * t->ld_v);
+    t->leaf = ROUND_UP(c->tile_keys, KR) * KR + 64 / (int64_t)sizeof(REAL); /* a line more: powers of two would alias in L1 */
+    t->k = TAKE(a, REAL, ROUND_UP(b->d, KR) / KR * t->leaf);
+    t->v = TAKE(a, REAL, ROUND_UP(b->dim_v, KR) / KR * t->leaf);
     take_positions(a, t, c);
 }
 
@@ -83,24 +80,72 @@ NOINLINE int pack_rows(const burst_array *x, int64_t n, int type, int64_t batch,
     return wild;
 }
 
-/* Columns up to whole blocks become 0. */
-INLINE void pad_rows(REAL *rows, int64_t ld, int64_t from, int64_t to, int64_t n)
+/* Rows as leaves: KR columns of all rows, one row after another, then the next KR columns.  Both products read KR rows or KR columns
+ * of a leaf at a time, from one address and in few lines; with whole rows one after another they would touch a line for each row. */
+typedef REAL piece_of_row __attribute__((vector_size(KR * sizeof(REAL)), may_alias));
+typedef REAL piece_unaligned __attribute__((vector_size(KR * sizeof(REAL)), aligned(sizeof(REAL)), may_alias));
+
+INLINE int pack_leaves_same(const REAL *src, int64_t step, int64_t rows, int64_t n, REAL *to, int64_t leaf)
 {
-    for (int64_t i = from; i < to; i++)
-        for (int64_t j = n; j < ROUND_UP(n, KR); j++) rows[i * ld + j] = 0;
+    piece_of_row spoilt[4] = {{0}}; /* sums of 0 x: NaN where an x is infinite or NaN */
+    for (; rows > 0; rows--, src += step, to += KR) {
+        REAL *at = to;
+        int64_t c = 0;
+        for (; c + 4 * KR <= n; c += 4 * KR)
+            UNROLL for (int i = 0; i < 4; i++, at += leaf) {
+                const piece_of_row x = *(const piece_unaligned *)(src + c + i * KR);
+                spoilt[i] += x * 0;
+                *(piece_of_row *)at = x;
+            }
+        for (; c + KR <= n; c += KR, at += leaf) {
+            const piece_of_row x = *(const piece_unaligned *)(src + c);
+            spoilt[0] += x * 0;
+            *(piece_of_row *)at = x;
+        }
+        if (c < n) {
+            piece_of_row x = {0};
+            memcpy(&x, src + c, (size_t)(n - c) * sizeof(REAL));
+            spoilt[0] += x * 0;
+            *(piece_of_row *)at = x;
+        }
+    }
+    spoilt[0] += spoilt[1] + spoilt[2] + spoilt[3];
+    int wild = 0;
+    UNROLL for (int i = 0; i < KR; i++) wild |= spoilt[0][i] != 0;
+    return wild;
+}
+
+/* Rows [from, to) of one head of an array, of any type and stride.  Returns whether an infinity or a NaN is among them. */
+NOINLINE int pack_leaves(const burst_array *x, int64_t n, int type, int64_t batch, int64_t head, int64_t first, int64_t from, int64_t to,
+                         REAL *leaves, int64_t leaf)
+{
+    enum { SOME = 64 };
+    if (type == (int)TYPE_OF_REAL && x->step[3] == sizeof(REAL) && x->step[1] % (int64_t)sizeof(REAL) == 0)
+        return pack_leaves_same((const REAL *)row_at(x, batch, first + from, head), x->step[1] / (int64_t)sizeof(REAL), to - from, n,
+                                leaves + from * KR, leaf);
+    int wild = 0;
+    for (int64_t i = from; i < to; i++) {
+        const char *row = row_at(x, batch, first + i, head);
+        for (int64_t c = 0; c < n; c += SOME) {
+            REAL room[SOME];
+            const int64_t some = MIN(SOME, n - c);
+            wild |= load_row(row + c * x->step[3], x->step[3], some, room, type);
+            pack_leaves_same(room, 0, 1, some, leaves + c / KR * leaf + i * KR, leaf);
+        }
+    }
+    return wild;
 }
 
 NOINLINE void pack_keys(key_tile *t, const call *c, int64_t batch, int64_t head, int64_t part, int64_t parts)
 {
     const burst_block *b = c->b;
     const int64_t from = part_start(t->live, part, parts), to = part_start(t->live, part + 1, parts), padding = t->blocks * KR - t->live;
-    t->wild_k |= pack_rows(&b->k, b->d, (int)b->type, batch, head, t->first, from, to, t->k, t->ld_k);
-    t->wild_v |= pack_rows(&b->v, b->dim_v, (int)b->type, batch, head, t->first, from, to, t->v, t->ld_v);
-    pad_rows(t->k, t->ld_k, from, to, b->d);
-    pad_rows(t->v, t->ld_v, from, to, b->dim_v);
+    t->wild_k |= pack_leaves(&b->k, b->d, (int)b->type, batch, head, t->first, from, to, t->k, t->leaf);
+    t->wild_v |= pack_leaves(&b->v, b->dim_v, (int)b->type, batch, head, t->first, from, to, t->v, t->leaf);
     if (to < t->live || !padding) return;
-    memset(t->k + t->live * t->ld_k, 0, padding * t->ld_k * sizeof(REAL)); /* P is 0 there, and 0 times it must be 0 */
-    memset(t->v + t->live * t->ld_v, 0, padding * t->ld_v * sizeof(REAL));
+    /* P is 0 there, and 0 times it must be 0 */
+    for (int64_t i = 0; i < b->d; i += KR) memset(t->k + i / KR * t->leaf + t->live * KR, 0, padding * KR * sizeof(REAL));
+    for (int64_t i = 0; i < b->dim_v; i += KR) memset(t->v + i / KR * t->leaf + t->live * KR, 0, padding * KR * sizeof(REAL));
 }
 #endif
 

@@ -46,13 +46,6 @@ typedef int32_t INT;
 #define KR 4
 #define VR 3
 #define WIDE 3
-#ifdef BURST_DOUBLE
-#define BROADCAST "vbroadcastsd"
-#define MULTIPLY_ADD "vfmadd231pd"
-#else
-#define BROADCAST "vbroadcastss"
-#define MULTIPLY_ADD "vfmadd231ps"
-#endif
 #elif defined(__aarch64__)
 #define VBYTES 16
 #define KR 8
@@ -63,6 +56,17 @@ typedef int32_t INT;
 #define KR 4
 #define VR 3
 #define WIDE 3
+#endif
+
+/* for assembly */
+#ifdef BURST_DOUBLE
+#define BROADCAST "vbroadcastsd"
+#define TO_ALL "%{1to8%}"
+#define MULTIPLY_ADD "vfmadd231pd"
+#else
+#define BROADCAST "vbroadcastss"
+#define TO_ALL "%{1to16%}"
+#define MULTIPLY_ADD "vfmadd231ps"
 #endif
 
 #define LANES ((int)(VBYTES / sizeof(REAL)))
