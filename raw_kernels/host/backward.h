@@ -276,7 +276,11 @@ static int64_t backward_task(backward_room *w, call *c, int thread, task *k, int
     for (int64_t index = k->start, after; index < k->end; index = after) {
         const int64_t turns = panels_at(c, k, index);
         after = next_tile(c, k->all, index + 1, k->end);
-        if (after < k->end) load_positions(&w->next, c, after);
+        task behind = {0};
+        if (after < k->end)
+            load_positions(&w->next, c, after);
+        else
+            behind = task_behind(c, k);
         memset(w->dk, 0, strips_size(keys, b->d) * sizeof(REAL));
         memset(w->dv, 0, strips_size(keys, b->dim_v) * sizeof(REAL));
         for (int64_t i = 0, turn = 0; i < k->n; i++) {
@@ -286,10 +290,11 @@ static int64_t backward_task(backward_room *w, call *c, int thread, task *k, int
             k->opened[i] = 1;
             stream ahead[7] = {0}; /* K, V, dK, dV, Q, dO, dQ */
             const int last = next_tile(c, k->sees[i], index + 1, k->end) == k->end;
-            if (after < k->end) stream_tile(ahead, c, after, k->batch, k->kv_head, turn, turns);
+            const int parting = after == k->end && turn + 1 == turns; /* from this task */
+            stream_keys(ahead, c, k, after, &behind, turn, turns);
             stream_sums(ahead + 2, c, &w->tile, k->batch, k->kv_head, turn, turns);
-            ahead[4] = stream_panel(&b->q, c, k, i, b->d);
-            ahead[5] = stream_panel(&b->dout, c, k, i, b->dim_v);
+            ahead[4] = stream_panel(&b->q, c, parting ? &behind : k, parting ? 0 : i + 1, b->d);
+            ahead[5] = stream_panel(&b->dout, c, parting ? &behind : k, parting ? 0 : i + 1, b->dim_v);
             ahead[6] = stream_of(&b->dq, k->batch, k->head, p->row, last ? p->row + p->count : p->row, b->d, TYPE_OF_REAL);
             collect(&w->soon, ahead, 7);
             computed += backward_tile(p, w, b);

@@ -218,10 +218,19 @@ NOINLINE int forward_tile(panel *p, forward_room *w, const burst_block *b)
     return (int)((to * KR - 1) / BURST_KEYS_BACKWARD - from * KR / BURST_KEYS_BACKWARD + 1);
 }
 
-/* Rows of the panel behind panel i, if it is still to be opened */
+/* K and V of the tile `after` this one or, from a task's last tile on, of the first one of the task behind */
+INLINE void stream_keys(stream s[2], const call *c, const task *k, int64_t after, const task *behind, int64_t turn, int64_t turns)
+{
+    if (after < k->end)
+        stream_tile(s, c, after, k->batch, k->kv_head, turn, turns);
+    else if (behind->start < behind->end)
+        stream_tile(s, c, behind->start, behind->batch, behind->kv_head, turn, turns);
+}
+
+/* Rows of panel i, if it is still to be opened */
 INLINE stream stream_panel(const burst_array *x, const call *c, const task *k, int64_t i, int64_t n)
 {
-    const int64_t row = (k->first + i + 1) * NR, wanted = i + 1 < k->n && !k->opened[i + 1];
+    const int64_t row = (k->first + i) * NR, wanted = i < k->n && !k->opened[i];
     return stream_of(x, k->batch, k->head, row, wanted ? MIN(row + NR, c->b->rows_q) : row, n, (int)c->b->type);
 }
 
@@ -246,15 +255,20 @@ static int64_t forward_task(forward_room *w, call *c, int thread, task *k)
     for (int64_t index = start, after; index < k->end; index = after) {
         const int64_t turns = panels_at(c, k, index);
         after = next_shared(c, k, index + 1);
-        if (after < k->end) load_positions(&w->next, c, after);
+        task behind = {0};
+        if (after < k->end)
+            load_positions(&w->next, c, after);
+        else
+            behind = task_behind(c, k);
         for (int64_t i = 0, turn = 0; i < k->n; i++) {
             panel *p = &w->panels[i];
             if (!sees_tile(c, k->sees[i], index)) continue;
             if (!k->opened[i]) open_panel(p, w, c, k->batch, k->head, k->first + i);
             k->opened[i] = 1;
             stream ahead[4] = {0}; /* K, V, Q, out */
-            if (after < k->end) stream_tile(ahead, c, after, k->batch, k->kv_head, turn, turns);
-            ahead[2] = stream_panel(&b->q, c, k, i, b->d);
+            const int parting = after == k->end && turn + 1 == turns; /* from this task */
+            stream_keys(ahead, c, k, after, &behind, turn, turns);
+            ahead[2] = stream_panel(&b->q, c, parting ? &behind : k, parting ? 0 : i + 1, b->d);
             const int last = next_tile(c, k->sees[i], index + 1, k->end) == k->end;
             ahead[3] = stream_of(to, k->batch, k->head, p->row, last ? p->row + p->count : p->row, b->dim_v, to_type);
             collect(&w->soon, ahead, 4);

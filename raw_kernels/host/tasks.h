@@ -197,7 +197,7 @@ INLINE int64_t next_tile(const call *c, extent seen, int64_t tile, int64_t end)
 
 /* A group of panels and what each sees.  Tiles that the group sees are [start, end), perhaps with gaps. */
 typedef struct {
-    int64_t batch, head, kv_head, first, n; /* panels first .. first + n of the block */
+    int64_t number, batch, head, kv_head, first, n; /* panels first .. first + n of the block */
     int64_t start, end;
     extent all, sees[BURST_PANELS];
     char opened[BURST_PANELS];
@@ -211,7 +211,7 @@ NOINLINE task task_of(const call *c, int64_t t)
 {
     const burst_block *b = c->b;
     const int64_t keys = b->batch * b->kv_heads, share = b->heads / b->kv_heads;
-    task k = {.kv_head = t % b->kv_heads, .batch = t % keys / b->kv_heads};
+    task k = {.number = t, .kv_head = t % b->kv_heads, .batch = t % keys / b->kv_heads};
     k.head = k.kv_head * share + t / keys % share;
     k.first = group_of(c, t) * c->group_panels;
     k.n = MIN(c->group_panels, c->panels - k.first);
@@ -240,6 +240,15 @@ INLINE int64_t next_shared(const call *c, const task *k, int64_t tile)
 {
     while (tile < k->end && !panels_at(c, k, tile)) tile++;
     return tile;
+}
+
+/* The task that this thread takes behind task k, if threads take turns; with no tiles where there is none */
+INLINE task task_behind(const call *c, const task *k)
+{
+    const int64_t t = k->number + MAX(1, MIN(c->b->threads, c->tasks));
+    task behind = {0};
+    if (t < c->tasks) behind = task_of(c, t);
+    return behind;
 }
 
 INLINE int64_t now_ns(void)
