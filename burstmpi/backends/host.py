@@ -65,9 +65,14 @@ FLAGS = {
 }
 
 
+@cache  # of NumPy: a call asks for it several times, and NumPy puts it together anew each time
+def _name(dtype) -> str:
+    return np.dtype(dtype).name
+
+
 def variant(isa: str, dtype) -> tuple[str, str]:
     """Which key of ``FLAGS`` computes arrays of that type (or its name): AMX knows bfloat16 and, by pieces, float32."""
-    name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
+    name = dtype if isinstance(dtype, str) else _name(dtype)
     if isa in ("amx", "amx-bf16"):
         isa = "amx" if name == "bfloat16" or (name == "float32" and isa == "amx") else "avx512"
     if isa == "avx512bf16" and name != "bfloat16":
@@ -328,7 +333,7 @@ class HostBackend(NumpyBackend):
     def delta(self, dout, out, delta) -> None:
         """delta_i = Σ_c dout_ic out_ic."""
         batch, rows, heads, width = dout.shape
-        block = _Block(batch=batch, rows_q=rows, heads=heads, dim_v=width, type=TYPES[dout.dtype.name], threads=_Team.of(self.threads))
+        block = _Block(batch=batch, rows_q=rows, heads=heads, dim_v=width, type=TYPES[_name(dout.dtype)], threads=_Team.of(self.threads))
         block.dout, block.final, block.delta = _array(dout), _array(out), _vector(delta)
         self._of(dout.dtype, backward=True)[0].delta(block)
 
@@ -429,7 +434,7 @@ def _keys_seen(sight) -> float:
 
 def _sizes(block: _Block, dims: Dims) -> None:
     block.batch, block.heads, block.kv_heads = dims.batch, dims.heads, dims.kv_heads
-    block.d, block.dim_v, block.type = dims.d, dims.dv, TYPES[dims.dtype.name]
+    block.d, block.dim_v, block.type = dims.d, dims.dv, TYPES[_name(dims.dtype)]
 
 
 def _array(x) -> _Array:

@@ -379,26 +379,32 @@ INLINE void take_lanes(arena *a, lanes *q)
  * harm where a tile is full for all rows, so that only the rows decide what is full. */
 INLINE void set_lanes(lanes *q, const burst_block *b, int64_t head, int64_t row, int count)
 {
-    for (int i = 0; i < NR; i++) {
-        q->lo[i] = i < count ? b->lo[row + i] : INT32_MAX;
-        q->hi[i] = i < count ? b->hi[row + i] : INT32_MIN;
-        q->at[i] = i < count ? b->at[row + i] : 0;
-    }
-    q->lo_min = q->lo_max = q->lo[0];
-    q->hi_min = q->hi_max = q->hi[0];
-    for (int i = 1; i < count; i++) {
-        q->lo_min = MIN(q->lo_min, q->lo[i]);
-        q->lo_max = MAX(q->lo_max, q->lo[i]);
-        q->hi_min = MIN(q->hi_min, q->hi[i]);
-        q->hi_max = MAX(q->hi_max, q->hi[i]);
-    }
-    for (int j = 0; j < VR; j++) {
-        q->vector_lo[j] = INT32_MAX;
-        q->vector_hi[j] = INT32_MIN;
-        for (int i = j * LANES; i < (j + 1) * LANES; i++) {
-            q->vector_lo[j] = MIN(q->vector_lo[j], q->lo[i]);
-            q->vector_hi[j] = MAX(q->vector_hi[j], q->hi[i]);
+    const int32_t *from[] = {b->lo + row, b->hi + row, b->at + row};
+    INT *to[] = {q->lo, q->hi, q->at};
+    const INT idle[] = {INT32_MAX, INT32_MIN, 0};
+    INT low[3], high[3];
+    for (int k = 0; k < 3; k++) {
+        INT *restrict lane = to[k];
+        for (int i = 0; i < count; i++) lane[i] = from[k][i];
+        low[k] = high[k] = lane[0];
+        for (int i = 1; i < count; i++) {
+            low[k] = MIN(low[k], lane[i]);
+            high[k] = MAX(high[k], lane[i]);
         }
+        for (int i = count; i < NR; i++) lane[i] = idle[k];
+    }
+    q->lo_min = low[0];
+    q->lo_max = high[0];
+    q->hi_min = low[1];
+    q->hi_max = high[1];
+    for (int j = 0; j < VR; j++) {
+        INT least = INT32_MAX, largest = INT32_MIN;
+        for (int i = j * LANES; i < (j + 1) * LANES; i++) {
+            least = MIN(least, to[0][i]);
+            largest = MAX(largest, to[1][i]);
+        }
+        q->vector_lo[j] = least;
+        q->vector_hi[j] = largest;
     }
     q->idle = count < NR;
     q->slope = b->slopes ? (REAL)b->slopes[head] : 0;
