@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import stat
 import subprocess
 import sys
@@ -263,6 +264,28 @@ def test_vdpbf16ps_is_the_default_only_where_it_is_fast(monkeypatch):
     assert host.available() == ["avx512bf16", "avx512", "avx2", "portable"]
     monkeypatch.setattr(host, "cpu_vendor", lambda: "GenuineIntel")
     assert host.available() == ["avx512", "avx2", "portable", "avx512bf16"]
+
+
+@needs_compiler
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="an option of x86 assemblers")
+def test_jumps_are_padded_where_the_cpu_wants_it(cache, monkeypatch):
+    """Skylake gets a flag that the compiler knows, with other machine code and the same bits; no other CPU gets one."""
+    skylake = {**compile.cpuinfo(), "vendor_id": "GenuineIntel", "cpu family": "6", "model": "85"}
+    q, k, v, _ = kit.arrays(np.random.default_rng(0), 1, 30, 40, 2, 1, 8, 8, "float32")
+    outs, codes = [], []
+    for cpu in ({**skylake, "model": "106"}, {**skylake, "vendor_id": "AuthenticAMD"}, skylake):
+        monkeypatch.setattr(compile, "cpuinfo", lambda cpu=cpu: cpu)
+        backend = host.HostBackend("portable", threads=1, extra_flags=("-O1",))
+        assert any("32B" in flag for flag in backend._extra) == (cpu is skylake)
+        outs.append(kit.forward(backend, q, k, v, causal=True)[0].tobytes())
+        codes.append(max(cache.glob("host-*.so"), key=lambda path: path.stat().st_mtime_ns).read_bytes())
+    assert len(set(outs)) == 1 and codes[0] == codes[1] != codes[2]
+
+
+@needs_compiler
+def test_a_compiler_that_cannot_pad_jumps_builds_all_the_same(cache, monkeypatch):
+    monkeypatch.setattr(host, "jump_flags", lambda: [("-Wa,--no-such-flag",), ("--no-such-flag",), ()])
+    assert host.HostBackend("portable")._extra == ()
 
 
 @needs_compiler
