@@ -42,7 +42,7 @@ INLINE vec scored(vec product, float factor)
 }
 
 #define STEP 32 /* bfloat16 that one tile product contracts over; keys of a block */
-_Static_assert(NR % STEP == 0 && KR == STEP, "panels and blocks are whole tiles");
+_Static_assert(NR % STEP == 0 && STEP % KR == 0, "panels and tiles are whole steps");
 
 /* A factor in planes */
 typedef struct { const bf16 *at; int64_t ld, plane; } rows_of;
@@ -126,6 +126,7 @@ INLINE void multiply(rows_of a, int64_t offset_a, pairs_of b, int64_t offset_b)
 }
 
 #define GROUP 32 /* lanes whose scores are made at a time */
+_Static_assert(KR == STEP, "a block is a whole tile");
 
 /* s[32 keys][NR] = k[32 keys][depth] q[depth][NR], of the lanes [lane, lane + GROUP); depth a multiple of 32 */
 NOINLINE void bf16_scores(rows_of k, pairs_of q, int64_t depth, float *s, int lane)
@@ -210,6 +211,28 @@ INLINE int copy_row(const char *src, int64_t step, int64_t n, int64_t padded, bf
 }
 #endif
 
+/* Rows [0, count) of the caller's, `apart` bytes from one to the next */
+INLINE int copy_rows(const char *src, int64_t apart, int64_t step, int64_t count, int64_t n, int64_t padded, bf16 *dst, int64_t ld,
+                     int64_t plane, float factor)
+{
+    int wild = 0;
+    int64_t row = 0;
+#if PIECES == 1
+    if (step == 2 && n == padded) { /* one look for infinities, at the end */
+        vec_of_bf16 any_wild = {0};
+        for (; row < count; row++)
+            for (int64_t c = 0; c < n; c += 32) {
+                const vec_of_bf16 x = *(const vec_of_bf16 *)(src + row * apart + 2 * c);
+                any_wild |= (vec_of_bf16)((x & 0x7f80) == 0x7f80);
+                *(vec_of_bf16 *)(dst + row * ld + c) = x;
+            }
+        wild = any((ivec)any_wild);
+    }
+#endif
+    for (; row < count; row++) wild |= copy_row(src + row * apart, step, n, padded, dst + row * ld, plane, factor);
+    return wild;
+}
+
 INLINE vec paired(const bf16 *a, const bf16 *b) /* words of 16 elements of two rows */
 {
     const __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)a));
@@ -293,12 +316,11 @@ NOINLINE void load_bf16_tile(bf16_tile *t, const call *c, int64_t batch, int64_t
     const burst_block *b = c->b;
     const int64_t depth = ROUND_UP(b->d, STEP), width = ROUND_UP(b->dim_v, STEP);
     load_positions(&t->at, c, index);
-    const int64_t keys = t->at.blocks * KR;
-    for (int64_t i = 0; i < t->at.live; i++) {
-        const char *k = row_at(&b->k, batch, t->at.first + i, head), *v = row_at(&b->v, batch, t->at.first + i, head);
-        t->at.wild_k |= copy_row(k, b->k.step[3], b->d, depth, t->k + i * t->ld_k, t->plane_k, 1);
-        t->at.wild_v |= copy_row(v, b->v.step[3], b->dim_v, width, t->v + i * t->ld_v, t->plane_v, 1);
-    }
+    const int64_t keys = ROUND_UP(t->at.live, STEP);
+    t->at.wild_k = copy_rows(row_at(&b->k, batch, t->at.first, head), b->k.step[1], b->k.step[3], t->at.live, b->d, depth, t->k, t->ld_k,
+                             t->plane_k, 1);
+    t->at.wild_v = copy_rows(row_at(&b->v, batch, t->at.first, head), b->v.step[1], b->v.step[3], t->at.live, b->dim_v, width, t->v, t->ld_v,
+                             t->plane_v, 1);
     for (int piece = 0; piece < PIECES; piece++) {
         bf16 *k = t->k + piece * t->plane_k, *v = t->v + piece * t->plane_v, *turned = t->turned + piece * t->plane_turned;
         for (int64_t i = t->at.live; i < keys; i++) { /* P is 0 there, and 0 times what was left there must be 0 */
@@ -312,21 +334,12 @@ NOINLINE void load_bf16_tile(bf16_tile *t, const call *c, int64_t batch, int64_t
     }
 }
 
-/* Part `part` of tile `index`, where there is one before `end`, spread over the panels before it, so that it is near when it is packed */
-INLINE void stream_next(stream s[2], const call *c, int64_t batch, int64_t head, int64_t index, int64_t end, int64_t part, int64_t parts)
-{
-    s[0].left = s[1].left = 0;
-    if (index < end) stream_tile(s, c, index, batch, head, part, parts);
-}
-
 /* Rows of Q or dO, [NR, ld] in planes, then as pairs of columns and, where wanted, as pairs of rows. */
 NOINLINE int load_factor(const burst_array *x, int64_t batch, int64_t head, int64_t row, int count, int64_t n, float factor,
                          bf16 *rows, int64_t ld, uint32_t *columns, uint32_t *rows_paired)
 {
     const int64_t padded = ROUND_UP(n, STEP), plane = NR * ld;
-    int wild = 0;
-    for (int i = 0; i < count; i++)
-        wild |= copy_row(row_at(x, batch, row + i, head), x->step[3], n, padded, rows + i * ld, plane, factor);
+    const int wild = copy_rows(row_at(x, batch, row, head), x->step[1], x->step[3], count, n, padded, rows, ld, plane, factor);
     for (int piece = 0; piece < PIECES; piece++) {
         for (int i = count; i < NR; i++) memset(rows + piece * plane + i * ld, 0, (size_t)padded * 2);
         pair_columns(rows + piece * plane, ld, padded, columns + piece * (padded / 2 * NR));

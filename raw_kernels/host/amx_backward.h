@@ -115,74 +115,96 @@ NOINLINE void add_gradients_carefully(gradient_panel *p, backward_room *w, const
 }
 
 #ifdef BURST_DOT
-/* P and dS of a block that is not bent, two vectors of lanes at a time, in registers but for P as dS wants it.  Hidden pairs of a cut
- * block are 0 whatever came out there. */
-INLINE void weigh_dots_again(backward_room *w, int64_t block, const gradient_panel *p, float factor, int64_t start, const int cut)
+/* Which pairs of vectors see something of the blocks [from, to): what P and dS are computed of, with zeros in gaps */
+NOINLINE void find_spans(span *spans, const key_tile *t, const lanes *q, int64_t from, int64_t to)
+{
+    for (int64_t block = from; block < to; block++) {
+        span s = {VR / 2, 0};
+        for (int j = 0; j < VR; j++)
+            if (vector_sees(t, q, block, j)) {
+                s.first = MIN(s.first, j / 2);
+                s.last = j / 2 + 1;
+            }
+        if (block_sight(t, q, block) == FULL) s = (span){0, VR / 2};
+        spans[block - from] = s;
+    }
+}
+
+/* P and dS of a block that is not bent, of two vectors of lanes, in registers.  Hidden pairs of a cut block are 0 whatever came out there. */
+INLINE void weigh_dots_again(backward_room *w, int64_t block, const gradient_panel *p, float factor, int64_t start, int lane, const int cut)
 {
     const rows_of k = keys_of(&w->tile, block), v = values_of(&w->tile, block);
     const uint32_t *query = p->query, *dout = p->dout;
     const INT *pos = w->tile.at.pos + block * KR;
-    for (int lane = 0; lane < NR; lane += 2 * LANES) {
-        const int first = lane / LANES;
-        if (cut && !vector_sees(&w->tile.at, &p->q, block, first) && !vector_sees(&w->tile.at, &p->q, block, first + 1)) {
+    const int first = lane / LANES;
+    vec s[DOT_ROWS][3], weight[DOT_ROWS][2];
+    dot_block(k.at, k.ld, query + lane, NR, w->depth / 2, s, 2);
+    UNROLL for (int h = 0; h < 2; h++) {
+        const vec lse = load(p->lse + lane + h * LANES), low = load(p->lse_low + lane + h * LANES);
+        UNROLL for (int i = 0; i < DOT_ROWS; i++) {
+            vec x = exp2_short(fused(scored(s[i][h], factor), LOG2E, lse) - low);
+            if (cut) x = if_seen(&p->q, first + h, pos[i], x, zero());
+            weight[i][h] = x;
+        }
+    }
+    dot_block(v.at, v.ld, dout + lane, NR, w->width / 2, s, 2);
+    UNROLL for (int i = 0; i < DOT_ROWS; i += 2) {
+        vec pv[2][2], dsv[2][2];
+        UNROLL for (int r = 0; r < 2; r++) UNROLL for (int h = 0; h < 2; h++) {
+            pv[r][h] = weight[i + r][h];
+            dsv[r][h] = pv[r][h] * (s[i + r][h] - load(p->delta + lane + h * LANES));
+            if (cut) dsv[r][h] = if_seen(&p->q, first + h, pos[i + r], dsv[r][h], zero()); /* delta may be NaN */
+        }
+        put_weights(w, start, i, lane, pv, dsv);
+    }
+}
+/* Of n blocks that all lanes see */
+NOINLINE void weigh_full_again(backward_room *w, int64_t block, int64_t n, const gradient_panel *p, float factor, int64_t start)
+{
+    for (int lane = 0; lane < NR; lane += 2 * LANES)
+        for (int64_t i = 0; i < n; i++) {
+            ask_shares(&w->ahead, 1);
+            weigh_dots_again(w, block + i, p, factor, start + i * KR * NR, lane, 0);
+        }
+}
+NOINLINE void weigh_cut_again(backward_room *w, int64_t block, const gradient_panel *p, float factor, int64_t start, span seen)
+{
+    ask_shares(&w->ahead, VR / 2);
+    for (int pair = seen.first; pair < seen.last; pair++) {
+        const int lane = pair * 2 * LANES;
+        if (vector_sees(&w->tile.at, &p->q, block, 2 * pair) || vector_sees(&w->tile.at, &p->q, block, 2 * pair + 1)) {
+            weigh_dots_again(w, block, p, factor, start, lane, 1);
+        } else {
             vec none[2][2] = {{{0}}};
             for (int i = 0; i < KR; i += 2) put_weights(w, start, i, lane, none, none);
-            ask_shares(&w->ahead, KR / DOT_ROWS);
-            continue;
-        }
-        for (int key = 0; key < KR; key += DOT_ROWS) {
-            vec s[DOT_ROWS][3], weight[DOT_ROWS][2];
-            ask_shares(&w->ahead, 1);
-            dot_block(k.at + key * k.ld, k.ld, query + lane, NR, w->depth / 2, s, 2);
-            UNROLL for (int h = 0; h < 2; h++) {
-                const vec lse = load(p->lse + lane + h * LANES), low = load(p->lse_low + lane + h * LANES);
-                UNROLL for (int i = 0; i < DOT_ROWS; i++) {
-                    vec x = exp2_short(fused(scored(s[i][h], factor), LOG2E, lse) - low);
-                    if (cut) x = if_seen(&p->q, first + h, pos[key + i], x, zero());
-                    weight[i][h] = x;
-                }
-            }
-            dot_block(v.at + key * v.ld, v.ld, dout + lane, NR, w->width / 2, s, 2);
-            UNROLL for (int i = 0; i < DOT_ROWS; i += 2) {
-                vec pv[2][2], dsv[2][2];
-                UNROLL for (int r = 0; r < 2; r++) UNROLL for (int h = 0; h < 2; h++) {
-                    pv[r][h] = weight[i + r][h];
-                    dsv[r][h] = pv[r][h] * (s[i + r][h] - load(p->delta + lane + h * LANES));
-                    if (cut) dsv[r][h] = if_seen(&p->q, first + h, pos[key + i + r], dsv[r][h], zero()); /* delta may be NaN */
-                }
-                put_weights(w, start, key + i, lane, pv, dsv);
-            }
         }
     }
 }
-NOINLINE void weigh_full_again(backward_room *w, int64_t block, const gradient_panel *p, float factor, int64_t start)
-{
-    weigh_dots_again(w, block, p, factor, start, 0);
-}
-NOINLINE void weigh_cut_again(backward_room *w, int64_t block, const gradient_panel *p, float factor, int64_t start)
-{
-    weigh_dots_again(w, block, p, factor, start, 1);
-}
 
-/* P and dS of the blocks [from, to) */
-NOINLINE void weigh_blocks(const gradient_panel *p, backward_room *w, const burst_block *b, int64_t from, int64_t to, int full)
+/* P and dS of the blocks [from, to); those of vectors outside of their spans, where these are given, are left as they are */
+NOINLINE void weigh_blocks(const gradient_panel *p, backward_room *w, const burst_block *b, int64_t from, int64_t to, const span *spans)
 {
+    enum { SOME = 4 }; /* blocks of which K and V stay in L1 for all vectors */
     const bf16_tile *t = &w->tile;
     const int capped = w->how.softcap != 0, plain = !capped && !w->how.alibi;
-    const int64_t turns = KR / DOT_ROWS * (VR / 2);
-    share_out(&w->ahead, (to - from) * turns);
-    for (int64_t block = from; block < to; block++) {
+    share_out(&w->ahead, (to - from) * (VR / 2));
+    for (int64_t block = from, n; block < to; block += n) {
         const int64_t start = (block - from) * KR * NR;
-        const int cut = !full && block_sight(&t->at, &p->q, block) != FULL;
+        for (n = 0; plain && n < MIN(SOME, to - block) && (!spans || block_sight(&t->at, &p->q, block + n) == FULL);) n++;
+        if (n) {
+            weigh_full_again(w, block, n, p, SCORE_FACTOR(b), start);
+            continue;
+        }
+        n = 1;
         if (plain) {
-            (cut ? weigh_cut_again : weigh_full_again)(w, block, p, SCORE_FACTOR(b), start);
+            weigh_cut_again(w, block, p, SCORE_FACTOR(b), start, spans[block - from]);
             continue;
         }
         bf16_scores(keys_of(t, block), columns_of(p->query, b->d), w->depth, w->s[0], 0);
         bf16_scores(values_of(t, block), columns_of(p->dout, b->dim_v), w->width, w->dp[0], 0);
-        ask_shares(&w->ahead, turns);
+        ask_shares(&w->ahead, VR / 2);
         bend_scores(t, block, &p->q, b, &w->how, w->s[0], capped ? w->slopes : NULL);
-        weigh_any(w, w->s[0], w->dp[0], p, block, cut, start);
+        weigh_any(w, w->s[0], w->dp[0], p, block, block_sight(&t->at, &p->q, block) != FULL, start);
     }
 }
 #else
@@ -243,69 +265,117 @@ NOINLINE int backward_tile(gradient_panel *p, backward_room *w, const call *c, i
     int full;
     seen_blocks(&t->at, &p->q, &from, &to, &full);
     if (from == to) return 0;
-    weigh_blocks(p, w, b, from, to, full);
     const int64_t keys = (to - from) * KR;
+#ifdef BURST_DOT
+    span seen[(BURST_KEYS_BACKWARD + KR - 1) / KR];
+    const int parts = !full && w->how.softcap == 0 && !w->how.alibi;
+    const span *spans = parts ? seen : NULL;
+    if (parts) find_spans(seen, &t->at, &p->q, from, to);
+    weigh_blocks(p, w, b, from, to, spans);
+#else
+    weigh_blocks(p, w, b, from, to, full);
+#endif
     if (!full && (t->at.wild_k || t->at.wild_v || p->wild)) {
         add_gradients_carefully(p, w, c, batch, head, from, to);
-    } else {
-        const rows_of weights = {w->p, NR, w->plane}, slopes = {w->ds, NR, w->plane};
-        const pairs_of slope_pairs = {w->ds_pairs, NR, w->plane / 2};
-        bf16_add_rows(weights, paired_rows_of(p->dout_rows, w->width), w->dv + from * KR * w->width, keys, w->width);
-        bf16_add_rows(slopes, paired_rows_of(p->query_rows, w->depth), w->dk + from * KR * w->depth, keys, w->depth);
-        bf16_add_panel(turned_of(t, from), slope_pairs, keys, p->dq, w->depth);
+        return 1;
     }
+    const rows_of weights = {w->p, NR, w->plane}, slopes = {w->ds, NR, w->plane};
+    const pairs_of slope_pairs = {w->ds_pairs, NR, w->plane / 2};
+    const pairs_of dout = paired_rows_of(p->dout_rows, w->width), query = paired_rows_of(p->query_rows, w->depth);
+    float *dv = w->dv + from * KR * w->width, *dk = w->dk + from * KR * w->depth;
+#ifdef BURST_DOT
+    bf16_add_rows(weights, dout, dv, keys, w->width, spans);
+    bf16_add_rows(slopes, query, dk, keys, w->depth, spans);
+    if (parts) {
+        edges edge[VR / 3];
+        for (int i = 0; i < VR / 3; i++) find_edges(&edge[i], &t->at, &p->q, from, to, 3 * i);
+        bf16_add_panel_runs(turned_of(t, from), slope_pairs, edge, p->dq, w->depth);
+        return 1;
+    }
+#else
+    bf16_add_rows(weights, dout, dv, keys, w->width);
+    bf16_add_rows(slopes, query, dk, keys, w->depth);
+#endif
+    bf16_add_panel(turned_of(t, from), slope_pairs, keys, p->dq, w->depth);
     return 1;
+}
+
+NOINLINE void open_gradient_panel(gradient_panel *p, backward_room *w, const call *c, int64_t batch, int64_t head, int64_t index)
+{
+    const burst_block *b = c->b;
+    bf16 *rows = (bf16 *)w->rows;
+    open_gradient(p, c, batch, head, index);
+    p->wild = load_factor(&b->q, batch, head, p->row, p->count, b->d, QUERY_FACTOR(b), rows, w->ld, p->query, p->query_rows);
+    p->wild |= load_factor(&b->dout, batch, head, p->row, p->count, b->dim_v, 1, rows, w->ld, p->dout, p->dout_rows);
+}
+
+/* A panel is opened before its first tile and closed behind its last one. */
+static int64_t backward_task(backward_room *w, call *c, int thread, task *k, int64_t group)
+{
+    const burst_block *b = c->b;
+    const int64_t kv_head = k->kv_head;
+    const float scale_k = (float)b->scale / QUERY_FACTOR(b); /* Q brings the rest */
+    int64_t computed = 0;
+    for (int64_t i = 0; i < k->n; i++)
+        if (next_tile(c, k->sees[i], k->start, k->end) == k->end) {
+            open_gradient(&w->panels[i], c, k->batch, k->head, k->first + i);
+            close_gradient(&w->panels[i], c, k->batch, k->head, w->rows, w->ld);
+            k->opened[i] = 1;
+        }
+    for (int64_t index = k->start, after; index < k->end; index = after) {
+        after = next_tile(c, k->all, index + 1, k->end);
+        load_bf16_tile(&w->tile, c, k->batch, kv_head, index, 1);
+        const int64_t keys = w->tile.at.blocks * KR;
+        memset(w->dk, 0, keys * w->depth * sizeof(float));
+        memset(w->dv, 0, keys * w->width * sizeof(float));
+#ifdef BURST_DOT
+        const int64_t turns = panels_at(c, k, index);
+        const task behind = after < k->end ? (task){0} : task_behind(c, k);
+        int64_t turn = 0;
+#endif
+        for (int64_t i = 0; i < k->n; i++) {
+            gradient_panel *p = &w->panels[i];
+            if (!sees_tile(c, k->sees[i], index)) continue;
+            if (!k->opened[i]) open_gradient_panel(p, w, c, k->batch, k->head, k->first + i);
+            k->opened[i] = 1;
+            const int last = next_tile(c, k->sees[i], index + 1, k->end) == k->end;
+#ifdef BURST_DOT
+            const int parting = after == k->end && turn + 1 == turns; /* from this task */
+            w->ahead = (shares){.n = 7};
+            stream *ahead = w->ahead.of; /* K, V, dK, dV, Q, dO, dQ */
+            stream_keys(ahead, c, k, after, &behind, turn, turns);
+            stream_sums(ahead + 2, c, &w->tile.at, k->batch, kv_head, turn++, turns);
+            ahead[4] = stream_panel(&b->q, c, parting ? &behind : k, parting ? 0 : i + 1, b->d);
+            ahead[5] = stream_panel(&b->dout, c, parting ? &behind : k, parting ? 0 : i + 1, b->dim_v);
+            ahead[6] = stream_of(&b->dq, k->batch, k->head, p->row, last ? p->row + p->count : p->row, b->d, TYPE_OF_REAL);
+#endif
+            computed += backward_tile(p, w, c, k->batch, k->head);
+            if (last) close_gradient(p, c, k->batch, k->head, w->rows, w->ld);
+            if (!carry_on(c, thread)) return computed;
+        }
+        const enum turn mine = wait_for_turn(c, thread, k->batch, k->head, group, index);
+        if (mine == STOPPED) return computed;
+        for (int64_t i = 0; i < w->tile.at.live; i++) {
+            const int64_t row = w->tile.at.first + i;
+            char *dk = row_at(&b->dk, k->batch, row, kv_head), *dv = row_at(&b->dv, k->batch, row, kv_head);
+            (mine == FIRST ? put_row : add_row)(dk, b->dk.step[3], b->d, w->dk + i * w->depth, scale_k);
+            (mine == FIRST ? put_row : add_row)(dv, b->dv.step[3], b->dim_v, w->dv + i * w->width, 1);
+        }
+        pass_turn(c, k->batch, k->head, index);
+    }
+    return computed;
 }
 
 static void backward_worker(call *c, int thread, arena scratch)
 {
-    const burst_block *b = c->b;
     backward_room w;
     take_backward(&scratch, &w, c);
-    w.how = bend_of(b);
+    w.how = bend_of(c->b);
     shape_tiles();
-    const int64_t share = b->heads / b->kv_heads;
-    const float scale_k = (float)b->scale / QUERY_FACTOR(b); /* Q brings the rest */
     int64_t computed = 0, t;
     while ((t = atomic_fetch_add(&c->next, 1)) < c->tasks && carry_on(c, thread)) {
-        const task k = task_of(c, t);
-        const int64_t batch = k.batch, head = k.head, group = group_of(c, t), first = k.first, n = k.n;
-        for (int64_t i = 0; i < n; i++) {
-            gradient_panel *p = &w.panels[i];
-            open_gradient(p, c, batch, head, first + i);
-            p->wild |= load_factor(&b->q, batch, head, p->row, p->count, b->d, QUERY_FACTOR(b), (bf16 *)w.rows, w.ld, p->query,
-                                   p->query_rows);
-            p->wild |= load_factor(&b->dout, batch, head, p->row, p->count, b->dim_v, 1, (bf16 *)w.rows, w.ld, p->dout,
-                                   p->dout_rows);
-        }
-        for (int64_t index = k.start; index < k.end; index++) {
-            if (!sees_tile(c, k.all, index)) continue;
-            load_bf16_tile(&w.tile, c, batch, head / share, index, 1);
-            const int64_t keys = w.tile.at.blocks * KR;
-#ifdef BURST_DOT
-            const int64_t after = next_tile(c, k.all, index + 1, k.end);
-#endif
-            memset(w.dk, 0, keys * w.depth * sizeof(float));
-            memset(w.dv, 0, keys * w.width * sizeof(float));
-            for (int64_t i = 0; i < n; i++) {
-#ifdef BURST_DOT
-                stream_next(w.ahead.of, c, batch, head / share, after, k.end, i, n);
-                stream_sums(w.ahead.of + 2, c, &w.tile.at, batch, head / share, i, n);
-#endif
-                computed += backward_tile(&w.panels[i], &w, c, batch, head);
-                if (!carry_on(c, thread)) break;
-            }
-            const enum turn mine = wait_for_turn(c, thread, batch, head, group, index);
-            if (mine == STOPPED) break;
-            for (int64_t i = 0; i < w.tile.at.live; i++) {
-                const int64_t row = w.tile.at.first + i;
-                char *dk = row_at(&b->dk, batch, row, head / share), *dv = row_at(&b->dv, batch, row, head / share);
-                (mine == FIRST ? put_row : add_row)(dk, b->dk.step[3], b->d, w.dk + i * w.depth, scale_k);
-                (mine == FIRST ? put_row : add_row)(dv, b->dv.step[3], b->dim_v, w.dv + i * w.width, 1);
-            }
-            pass_turn(c, batch, head, index);
-        }
-        for (int64_t i = 0; i < n; i++) close_gradient(&w.panels[i], c, batch, head, w.rows, w.ld);
+        task k = task_of(c, t);
+        computed += backward_task(&w, c, thread, &k, group_of(c, t));
     }
     release_tiles();
     atomic_fetch_add(&c->computed, computed);

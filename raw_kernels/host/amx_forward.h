@@ -17,7 +17,7 @@ typedef struct {
     int64_t plane;
     float *rows;     /* [NR, ld], or [PIECES, NR, ld] of bfloat16: on the way in and out of a panel */
     int64_t ld;
-    stream ahead[2]; /* K, V */
+    stream ahead[4]; /* K, V of the next tile, Q of the next panel, out of this one */
     bend how;
 } forward_room;
 
@@ -158,68 +158,74 @@ NOINLINE void forward_classic(panel *p, forward_room *w, const call *c, int64_t 
 }
 
 #ifdef BURST_DOT
-/* P of a block of KR keys as pairs of keys, and their sums.  Where it is cut, hidden pairs are 0 whatever came out there. */
-INLINE void weigh_dots(const forward_room *w, int64_t block, const panel *p, pairs_of query, int64_t depth, float factor, uint32_t *pairs,
-                       vec *sum, const int cut)
+/* P of a block of KR keys as pairs of keys, and their sums, for NV vectors of lanes from `first`.  Where it is cut, hidden pairs are 0
+ * whatever came out there. */
+INLINE void weigh_dots(const forward_room *w, int64_t block, const panel *p, const uint32_t *query, int64_t depth, float factor,
+                       uint32_t *pairs, vec *sum, int first, const int NV, const int cut)
 {
     const rows_of k = keys_of(&w->tile, block);
     const INT *pos = w->tile.at.pos + block * KR;
-    for (int lane = 0; lane < NR; lane += 3 * LANES) {
-        const int first = lane / LANES;
-        int seen = !cut;
-        for (int j = first; j < first + 3; j++) seen |= vector_sees(&w->tile.at, &p->q, block, j);
-        if (!seen) {
-            for (int i = 0; i < KR / 2; i++) UNROLL for (int j = 0; j < 3; j++) put(pairs + i * NR + lane + j * LANES, zero());
-            continue;
-        }
-        for (int key = 0; key < KR; key += DOT_ROWS) {
-            vec s[DOT_ROWS][3];
-            dot_block(k.at + key * k.ld, k.ld, query.at + lane, query.ld, depth / 2, s, 3);
-            UNROLL for (int j = 0; j < 3; j++) {
-                const vec m = load(p->ref + lane + j * LANES);
-                vec total = sum[first + j];
-                UNROLL for (int i = 0; i < DOT_ROWS; i += 2) {
-                    vec x[2];
-                    UNROLL for (int r = 0; r < 2; r++) {
-                        x[r] = exp2_vec(fused(scored(s[i + r][j], factor), LOG2E, m));
-                        if (cut) x[r] = if_seen(&p->q, first + j, pos[key + i + r], x[r], zero());
-                        total += x[r];
-                    }
-                    put_pair(pairs + (key + i) / 2 * NR + lane + j * LANES, 0, x[0], x[1]);
-                }
-                sum[first + j] = total;
+    vec s[DOT_ROWS][3];
+    dot_block(k.at, k.ld, query + first * LANES, NR, depth / 2, s, NV);
+    UNROLL for (int j = 0; j < NV; j++) {
+        const int lane = (first + j) * LANES;
+        const vec m = load(p->ref + lane);
+        vec total = sum[first + j];
+        UNROLL for (int i = 0; i < DOT_ROWS; i += 2) {
+            vec x[2];
+            UNROLL for (int r = 0; r < 2; r++) {
+                x[r] = exp2_vec(fused(scored(s[i + r][j], factor), LOG2E, m));
+                if (cut) x[r] = if_seen(&p->q, first + j, pos[i + r], x[r], zero());
+                total += x[r];
             }
+            put_pair(pairs + i / 2 * NR + lane, 0, x[0], x[1]);
         }
+        sum[first + j] = total;
     }
 }
-NOINLINE void weigh_full(const forward_room *w, int64_t block, const panel *p, pairs_of query, int64_t depth, float factor,
+/* Of n blocks that all lanes see */
+NOINLINE void weigh_full(const forward_room *w, int64_t block, int64_t n, const panel *p, const uint32_t *query, int64_t depth, float factor,
                          uint32_t *pairs, vec *sum)
 {
-    weigh_dots(w, block, p, query, depth, factor, pairs, sum, 0);
+    for (int first = 0; first < VR; first += 3)
+        for (int64_t i = 0; i < n; i++)
+            weigh_dots(w, block + i, p, query, depth, factor, pairs + i * KR / 2 * NR, sum, first, 3, 0);
 }
-NOINLINE void weigh_cut(const forward_room *w, int64_t block, const panel *p, pairs_of query, int64_t depth, float factor,
-                        uint32_t *pairs, vec *sum)
+NOINLINE void weigh_cut(const forward_room *w, int64_t block, const panel *p, const uint32_t *query, int64_t depth, float factor,
+                        uint32_t *pairs, vec *sum, int first, span seen)
 {
-    weigh_dots(w, block, p, query, depth, factor, pairs, sum, 1);
+    first += seen.first;
+    switch (seen.last - seen.first) {
+    case 1: weigh_dots(w, block, p, query, depth, factor, pairs, sum, first, 1, 1); break;
+    case 2: weigh_dots(w, block, p, query, depth, factor, pairs, sum, first, 2, 1); break;
+    case 3: weigh_dots(w, block, p, query, depth, factor, pairs, sum, first, 3, 1); break;
+    default: break;
+    }
 }
 
-/* P of the blocks [from, to) and their sums */
-INLINE void forward_weights(panel *p, forward_room *w, const burst_block *b, int64_t from, int64_t to, vec *sum)
+/* P of the blocks [from, to) and their sums.  Where `edge` is given, [VR / 3], vectors that see nothing of a block get no P. */
+INLINE void forward_weights(panel *p, forward_room *w, const burst_block *b, int64_t from, int64_t to, vec *sum, const edges *edge)
 {
+    enum { SOME = 4 }; /* blocks of which K stays in L1 for all vectors */
     const bf16_tile *t = &w->tile;
     const pairs_of query = columns_of(p->query, b->d);
     const int64_t depth = ROUND_UP(b->d, STEP);
     const int plain = w->how.softcap == 0 && !w->how.alibi;
-    for (int64_t block = from; block < to; block++) {
+    for (int64_t block = from, n; block < to; block += n) {
         uint32_t *pairs = w->p + (block - from) * KR / 2 * NR;
-        ask_all(w->ahead, 2, to - block);
-        if (!plain) {
+        for (n = 0; plain && n < MIN(SOME, to - block) && (!edge || block_sight(&t->at, &p->q, block + n) == FULL);) n++;
+        ask_all(w->ahead, 4, n > 1 ? (to - block + n - 1) / n : to - block);
+        if (n) {
+            weigh_full(w, block, n, p, query.at, depth, SCORE_FACTOR(b), pairs, sum);
+            continue;
+        }
+        n = 1;
+        if (plain) {
+            for (int i = 0; i < VR / 3; i++)
+                weigh_cut(w, block, p, query.at, depth, SCORE_FACTOR(b), pairs, sum, 3 * i, edge[i].spans[block - from]);
+        } else {
             bf16_scores(keys_of(t, block), query, depth, w->s, 0);
             weigh(w->s, bend_scores(t, block, &p->q, b, &w->how, w->s, NULL), p, pairs, w->plane, sum, 0);
-        } else if (block_sight(&t->at, &p->q, block) == FULL) {
-            weigh_full(w, block, p, query, depth, SCORE_FACTOR(b), pairs, sum);
-        } else {
-            weigh_cut(w, block, p, query, depth, SCORE_FACTOR(b), pairs, sum);
         }
     }
 }
@@ -236,7 +242,7 @@ INLINE void forward_weights(panel *p, forward_room *w, const burst_block *b, int
     for (int64_t block = from; block < to; block++) {
         uint32_t *pairs = w->p + (block - from) * KR / 2 * NR;
         const float factor = bend_scores(t, block, &p->q, b, &w->how, s, NULL);
-        ask_all(w->ahead, 2, to - block);
+        ask_all(w->ahead, 4, to - block);
         for (int lane = 0; lane < NR; lane += GROUP) {
             if (block + 1 < to) bf16_scores(keys_of(t, block + 1), query, depth, next, lane);
             weigh(s, factor, p, pairs, w->plane, sum, lane);
@@ -253,23 +259,32 @@ NOINLINE int64_t forward_blocks(panel *p, forward_room *w, const burst_block *b,
 {
     vec sum[VR];
     UNROLL for (int j = 0; j < VR; j++) sum[j] = zero();
+    const pairs_of weights = {w->p, NR, w->plane};
+    const int64_t width = ROUND_UP(b->dim_v, STEP);
+#ifdef BURST_DOT
+    edges edge[VR / 3];
+    const int parts = w->how.softcap == 0 && !w->how.alibi && !sees_all(&w->tile.at, &p->q, from, to);
+    if (parts) for (int i = 0; i < VR / 3; i++) find_edges(&edge[i], &w->tile.at, &p->q, from, to, 3 * i);
+    forward_weights(p, w, b, from, to, sum, parts ? edge : NULL);
+#else
     forward_weights(p, w, b, from, to, sum);
+#endif
     if (too_high(sum)) return from;
     add_sums(p, sum);
-    bf16_add_panel(turned_of(&w->tile, from), (pairs_of){w->p, NR, w->plane}, (to - from) * KR, p->out, ROUND_UP(b->dim_v, STEP));
+#ifdef BURST_DOT
+    if (parts) {
+        bf16_add_panel_runs(turned_of(&w->tile, from), weights, edge, p->out, width);
+        return to;
+    }
+#endif
+    bf16_add_panel(turned_of(&w->tile, from), weights, (to - from) * KR, p->out, width);
     return to;
 }
 
-/* Returns how many counted tiles it computed. */
-NOINLINE int forward_tile(panel *p, forward_room *w, const call *c, int64_t batch, int64_t head)
+/* Blocks [from, to), in which some lane may wait for an m */
+NOINLINE void forward_range(panel *p, forward_room *w, const call *c, int64_t batch, int64_t head, int64_t from, int64_t to, int careful)
 {
     const key_tile *t = &w->tile.at;
-    int64_t from, to;
-    int full;
-    seen_blocks(t, &p->q, &from, &to, &full);
-    if (from == to) return 0;
-    const int64_t counted = (to * KR - 1) / BURST_KEYS_BACKWARD - from * KR / BURST_KEYS_BACKWARD + 1;
-    const int careful = t->wild_v && !full;
     while (from < to) {
         int64_t end = from; /* of the blocks in which nobody waits for an m */
         if (!p->wide && !careful)
@@ -281,33 +296,77 @@ NOINLINE int forward_tile(panel *p, forward_room *w, const call *c, int64_t batc
         }
         from = end;
     }
-    return (int)counted;
+}
+
+/* Returns how many counted tiles it computed. */
+NOINLINE int forward_tile(panel *p, forward_room *w, const call *c, int64_t batch, int64_t head)
+{
+    const key_tile *t = &w->tile.at;
+    int64_t from, to;
+    int full;
+    seen_blocks(t, &p->q, &from, &to, &full);
+    if (from == to) return 0;
+    const int careful = t->wild_v && !full;
+    const int64_t lead = p->unset && !p->wide && !careful ? leading_block(t, &p->q, from, to, 0) : from;
+    if (lead > from) { /* all lanes get their m at once, so that nobody waits */
+        forward_classic(p, w, c, batch, head, lead, lead + 1, 0);
+        forward_range(p, w, c, batch, head, from, lead, 0);
+        forward_range(p, w, c, batch, head, lead + 1, to, 0);
+    } else {
+        forward_range(p, w, c, batch, head, from, to, careful);
+    }
+    return (int)((to * KR - 1) / BURST_KEYS_BACKWARD - from * KR / BURST_KEYS_BACKWARD + 1);
+}
+
+/* A panel is opened before its first tile and closed behind its last one. */
+static int64_t forward_task(forward_room *w, call *c, int thread, task *k)
+{
+    const burst_block *b = c->b;
+    const burst_array *to = b->final.data ? &b->final : &b->out;
+    const int to_type = b->final.data ? (int)b->type : (int)TYPE_OF_REAL;
+    const int64_t kv_head = k->kv_head;
+    int64_t computed = 0;
+    for (int64_t i = 0; i < k->n; i++)
+        if (next_tile(c, k->sees[i], k->start, k->end) == k->end) {
+            open_panel(&w->panels[i], w, c, k->batch, k->head, k->first + i);
+            close_panel(&w->panels[i], c, k->batch, k->head, w->rows, w->ld);
+            k->opened[i] = 1;
+        }
+    for (int64_t index = next_shared(c, k, k->start), after; index < k->end; index = after) {
+        const int64_t turns = panels_at(c, k, index);
+        after = next_shared(c, k, index + 1);
+        const task behind = after < k->end ? (task){0} : task_behind(c, k);
+        load_bf16_tile(&w->tile, c, k->batch, kv_head, index, 0);
+        for (int64_t i = 0, turn = 0; i < k->n; i++) {
+            panel *p = &w->panels[i];
+            if (!sees_tile(c, k->sees[i], index)) continue;
+            if (!k->opened[i]) open_panel(p, w, c, k->batch, k->head, k->first + i);
+            k->opened[i] = 1;
+            const int last = next_tile(c, k->sees[i], index + 1, k->end) == k->end;
+            const int parting = after == k->end && turn + 1 == turns; /* from this task */
+            memset(w->ahead, 0, sizeof(w->ahead));
+            stream_keys(w->ahead, c, k, after, &behind, turn, turns);
+            w->ahead[2] = stream_panel(&b->q, c, parting ? &behind : k, parting ? 0 : i + 1, b->d);
+            w->ahead[3] = stream_of(to, k->batch, k->head, p->row, last ? p->row + p->count : p->row, b->dim_v, to_type);
+            computed += forward_tile(p, w, c, k->batch, kv_head);
+            if (last) close_panel(p, c, k->batch, k->head, w->rows, w->ld);
+            if (!carry_on(c, thread)) return computed;
+            turn++;
+        }
+    }
+    return computed;
 }
 
 static void forward_worker(call *c, int thread, arena scratch)
 {
-    const burst_block *b = c->b;
     forward_room w;
     take_forward(&scratch, &w, c);
-    w.how = bend_of(b);
+    w.how = bend_of(c->b);
     shape_tiles();
-    const int64_t share = b->heads / b->kv_heads;
     int64_t computed = 0, t;
     while ((t = atomic_fetch_add(&c->next, 1)) < c->tasks && carry_on(c, thread)) {
-        const task k = task_of(c, t);
-        const int64_t batch = k.batch, head = k.head, first = k.first, n = k.n;
-        for (int64_t i = 0; i < n; i++) open_panel(&w.panels[i], &w, c, batch, head, first + i);
-        for (int64_t index = k.start; index < k.end && !stopped(c); index++) {
-            if (!sees_tile(c, k.all, index)) continue;
-            load_bf16_tile(&w.tile, c, batch, head / share, index, 0);
-            const int64_t after = next_tile(c, k.all, index + 1, k.end);
-            for (int64_t i = 0; i < n; i++) {
-                stream_next(w.ahead, c, batch, head / share, after, k.end, i, n);
-                computed += forward_tile(&w.panels[i], &w, c, batch, head / share);
-                if (!carry_on(c, thread)) break;
-            }
-        }
-        for (int64_t i = 0; i < n; i++) close_panel(&w.panels[i], c, batch, head, w.rows, w.ld);
+        task k = task_of(c, t);
+        computed += forward_task(&w, c, thread, &k);
     }
     release_tiles();
     atomic_fetch_add(&c->computed, computed);

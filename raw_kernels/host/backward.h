@@ -192,7 +192,7 @@ NOINLINE int backward_tile(gradient_panel *p, backward_room *w, const burst_bloc
     const int capped = w->how.softcap != 0, alibi = w->how.alibi;
     const int64_t keys = (to - from) * KR, slots_behind = keys / ASK * (ROUND_UP(b->d, KR) / KR);
     edges edge;
-    if (!full) find_edges(&edge, t, &p->q, from, to);
+    if (!full) find_edges(&edge, t, &p->q, from, to, 0);
     for (int64_t block = from, n; block < to; block += n) {
         const int64_t slots = b->d / ASK, slots_v = b->dim_v / ASK;
         REAL *weights = w->p + (block - from) * KR * NR, *ds = w->ds + (block - from) * KR * NR;

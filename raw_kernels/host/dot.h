@@ -8,51 +8,65 @@
 #define BURST_DOT_H
 
 #define DOT_ROWS 8
-_Static_assert(NR % (3 * LANES) == 0 && STEP % DOT_ROWS == 0, "panels and blocks are whole register blocks");
+_Static_assert(NR % (3 * LANES) == 0 && NR % (2 * LANES) == 0 && KR == DOT_ROWS, "panels and blocks are whole register blocks");
 
 INLINE void shape_tiles(void) {}
 INLINE void release_tiles(void) {}
 
 typedef uint32_t pair __attribute__((may_alias, aligned(2)));
 
-/* acc[i][j] = sum over `pairs` of a[i][pair] b[pair][j] */
-INLINE void dot_block(const bf16 *a, int64_t ld_a, const uint32_t *b, int64_t ld_b, int64_t pairs, vec acc[DOT_ROWS][3],
-                      const int NV)
+/* acc[i][j] += sum over `pairs` of a[i][pair] b[pair][j], for the vectors [FIRST, LAST) */
+INLINE void dot_more(const bf16 *a, int64_t ld_a, const uint32_t *b, int64_t ld_b, int64_t pairs, vec acc[DOT_ROWS][3], const int FIRST,
+                     const int LAST)
 {
-    UNROLL for (int i = 0; i < DOT_ROWS; i++) UNROLL for (int j = 0; j < NV; j++) acc[i][j] = (vec){0};
     for (int64_t n = 0; n < pairs; n++) {
         __m512bh right[3];
-        UNROLL for (int j = 0; j < NV; j++) right[j] = (__m512bh)_mm512_loadu_si512(b + n * ld_b + j * LANES);
+        UNROLL for (int j = FIRST; j < LAST; j++) right[j] = (__m512bh)_mm512_loadu_si512(b + n * ld_b + j * LANES);
         UNROLL for (int i = 0; i < DOT_ROWS; i++) {
             const __m512bh left = (__m512bh)_mm512_set1_epi32((int)((const pair *)(a + i * ld_a))[n]);
-            UNROLL for (int j = 0; j < NV; j++) acc[i][j] = (vec)_mm512_dpbf16_ps((__m512)acc[i][j], left, right[j]);
+            UNROLL for (int j = FIRST; j < LAST; j++) acc[i][j] = (vec)_mm512_dpbf16_ps((__m512)acc[i][j], left, right[j]);
         }
     }
 }
 
-INLINE void dot_add(const bf16 *a, int64_t ld_a, const uint32_t *b, int64_t ld_b, int64_t pairs, float *c, int64_t ld_c,
-                    const int NV)
+INLINE void dot_clear(vec acc[DOT_ROWS][3], const int NV)
 {
-    vec acc[DOT_ROWS][3];
-    dot_block(a, ld_a, b, ld_b, pairs, acc, NV);
+    UNROLL for (int i = 0; i < DOT_ROWS; i++) UNROLL for (int j = 0; j < NV; j++) acc[i][j] = (vec){0};
+}
+
+/* acc = a b, of NV vectors */
+INLINE void dot_block(const bf16 *a, int64_t ld_a, const uint32_t *b, int64_t ld_b, int64_t pairs, vec acc[DOT_ROWS][3], const int NV)
+{
+    dot_clear(acc, NV);
+    dot_more(a, ld_a, b, ld_b, pairs, acc, 0, NV);
+}
+
+/* c += acc */
+INLINE void dot_put(vec acc[DOT_ROWS][3], float *c, int64_t ld_c, const int NV)
+{
     UNROLL for (int i = 0; i < DOT_ROWS; i++) UNROLL for (int j = 0; j < NV; j++) {
         float *at = c + i * ld_c + j * LANES;
         store(at, load(at) + acc[i][j]);
     }
 }
 
+INLINE void dot_add(const bf16 *a, int64_t ld_a, const uint32_t *b, int64_t ld_b, int64_t pairs, float *c, int64_t ld_c, const int NV)
+{
+    vec acc[DOT_ROWS][3];
+    dot_block(a, ld_a, b, ld_b, pairs, acc, NV);
+    dot_put(acc, c, ld_c, NV);
+}
+
 #define GROUP NR /* lanes whose scores are made at a time */
 
-/* s[32 keys][NR] = k[32 keys][depth] q[depth][NR] */
+/* s[KR keys][NR] = k[KR keys][depth] q[depth][NR] */
 NOINLINE void bf16_scores(rows_of k, pairs_of q, int64_t depth, float *s, int lane)
 {
-    for (; lane < NR; lane += 3 * LANES)
-        for (int key = 0; key < STEP; key += DOT_ROWS) {
-            vec acc[DOT_ROWS][3];
-            dot_block(k.at + key * k.ld, k.ld, q.at + lane, q.ld, depth / 2, acc, 3);
-            UNROLL for (int i = 0; i < DOT_ROWS; i++) UNROLL for (int j = 0; j < 3; j++)
-                store(s + (key + i) * NR + lane + j * LANES, acc[i][j]);
-        }
+    for (; lane < NR; lane += 3 * LANES) {
+        vec acc[DOT_ROWS][3];
+        dot_block(k.at, k.ld, q.at + lane, q.ld, depth / 2, acc, 3);
+        UNROLL for (int i = 0; i < DOT_ROWS; i++) UNROLL for (int j = 0; j < 3; j++) store(s + i * NR + lane + j * LANES, acc[i][j]);
+    }
 }
 
 /* o[c][NR] += turned[c][keys] p[keys][NR] */
@@ -63,12 +77,44 @@ NOINLINE void bf16_add_panel(rows_of turned, pairs_of p, int64_t keys, float *o,
             dot_add(turned.at + c * turned.ld, turned.ld, p.at + lane, p.ld, keys / 2, o + c * NR + lane, NR, 3);
 }
 
-/* g[keys][columns] += p[keys][NR] x[NR][columns]; columns a multiple of 32 */
-NOINLINE void bf16_add_rows(rows_of p, pairs_of x, float *g, int64_t keys, int64_t columns)
+/* The same where a panel sees the keys in part, edge by edge of three vectors: what a whole vector does not see is not computed. */
+NOINLINE void bf16_add_panel_runs(rows_of turned, pairs_of p, const edges *edge, float *o, int64_t columns)
+{
+    for (int lane = 0; lane < NR; lane += 3 * LANES, edge++)
+        for (int64_t c = 0; c < columns; c += DOT_ROWS) {
+            vec acc[DOT_ROWS][3];
+            const bf16 *a = turned.at + c * turned.ld;
+            const uint32_t *b = p.at + lane;
+            dot_clear(acc, 3);
+            for (int i = 0; i < edge->n; i++) {
+                const int64_t pairs = edge->runs[i].keys / 2;
+                switch (edge->runs[i].seen.first * 4 + edge->runs[i].seen.last) {
+                case 1: dot_more(a, turned.ld, b, p.ld, pairs, acc, 0, 1); break;
+                case 2: dot_more(a, turned.ld, b, p.ld, pairs, acc, 0, 2); break;
+                case 3: dot_more(a, turned.ld, b, p.ld, pairs, acc, 0, 3); break;
+                case 6: dot_more(a, turned.ld, b, p.ld, pairs, acc, 1, 2); break;
+                case 7: dot_more(a, turned.ld, b, p.ld, pairs, acc, 1, 3); break;
+                case 11: dot_more(a, turned.ld, b, p.ld, pairs, acc, 2, 3); break;
+                default: break; /* nobody */
+                }
+                a += 2 * pairs;
+                b += pairs * p.ld;
+            }
+            dot_put(acc, o + c * NR + lane, NR, 3);
+        }
+}
+
+/* g[keys][columns] += p[keys][NR] x[NR][columns]; columns a multiple of 32.  Where spans are given, [keys / KR], only lanes of theirs count:
+ * they are of pairs of vectors. */
+NOINLINE void bf16_add_rows(rows_of p, pairs_of x, float *g, int64_t keys, int64_t columns, const span *spans)
 {
     for (int64_t c = 0; c < columns; c += 2 * LANES)
-        for (int64_t key = 0; key < keys; key += DOT_ROWS)
-            dot_add(p.at + key * p.ld, p.ld, x.at + c, x.ld, NR / 2, g + key * columns + c, columns, 2);
+        for (int64_t key = 0; key < keys; key += DOT_ROWS) {
+            const span seen = spans ? spans[key / KR] : (span){0, VR / 2};
+            const int64_t lane = seen.first * 2 * LANES, pairs = (seen.last - seen.first) * LANES;
+            if (pairs <= 0) continue;
+            dot_add(p.at + key * p.ld + lane, p.ld, x.at + lane / 2 * x.ld + c, x.ld, pairs, g + key * columns + c, columns, 2);
+        }
 }
 
 #endif

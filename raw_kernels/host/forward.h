@@ -151,17 +151,6 @@ NOINLINE void tile_with_maximum(panel *p, forward_room *w, int64_t from, int64_t
     weigh_stored(w->p, keys, p, sum);
 }
 
-/* The block of a panel's first tile that gives each lane its m: one that all lanes see, as the largest of KR scores is seldom
- * far below that of the row, else the first.  With ALiBi the last such one: tiles come from the last keys on. */
-INLINE int64_t leading_block(const key_tile *t, const lanes *q, int64_t from, int64_t to, int alibi)
-{
-    for (int64_t i = from; i < to; i++) {
-        const int64_t block = alibi ? to - 1 - (i - from) : i;
-        if (block_sight(t, q, block) == FULL) return block;
-    }
-    return from;
-}
-
 /* Returns how many counted tiles it computed. */
 NOINLINE int forward_tile(panel *p, forward_room *w, const burst_block *b)
 {
@@ -173,7 +162,7 @@ NOINLINE int forward_tile(panel *p, forward_room *w, const burst_block *b)
     const int plain = w->how.softcap == 0, alibi = w->how.alibi;
     const int64_t keys = (to - from) * KR, slots_behind = keys / ASK * (ROUND_UP(b->dim_v, KR) / KR);
     edges edge;
-    if (!full) find_edges(&edge, t, &p->q, from, to);
+    if (!full) find_edges(&edge, t, &p->q, from, to, 0);
     vec sum[VR];
     UNROLL for (int j = 0; j < VR; j++) sum[j] = (vec){0};
     if (p->wide) {
@@ -216,22 +205,6 @@ NOINLINE int forward_tile(panel *p, forward_room *w, const burst_block *b)
     else
         add_panel_runs(values, t->leaf, w->p, keys, edge.runs, edge.n, p->out, b->dim_v, &w->soon);
     return (int)((to * KR - 1) / BURST_KEYS_BACKWARD - from * KR / BURST_KEYS_BACKWARD + 1);
-}
-
-/* K and V of the tile `after` this one or, from a task's last tile on, of the first one of the task behind */
-INLINE void stream_keys(stream s[2], const call *c, const task *k, int64_t after, const task *behind, int64_t turn, int64_t turns)
-{
-    if (after < k->end)
-        stream_tile(s, c, after, k->batch, k->kv_head, turn, turns);
-    else if (behind->start < behind->end)
-        stream_tile(s, c, behind->start, behind->batch, behind->kv_head, turn, turns);
-}
-
-/* Rows of panel i, if it is still to be opened */
-INLINE stream stream_panel(const burst_array *x, const call *c, const task *k, int64_t i, int64_t n)
-{
-    const int64_t row = (k->first + i) * NR, wanted = i < k->n && !k->opened[i];
-    return stream_of(x, k->batch, k->head, row, wanted ? MIN(row + NR, c->b->rows_q) : row, n, (int)c->b->type);
 }
 
 /* A panel is opened before its first tile and closed behind its last one, while its rows are in L1. */

@@ -13,6 +13,17 @@
 
 #include "vec.h"
 
+/* Which vectors [first, last) of three see something of a block of KR keys. */
+typedef struct {
+    int first, last;
+} span;
+
+/* Keys one after another of which the vectors [first, last) of three, and no others, see something. */
+typedef struct {
+    int64_t keys;
+    span seen;
+} run_of_keys;
+
 #ifndef BURST_AMX /* which has its own: amx.h */
 
 /* What a panel asks for while it computes a tile: a line every ASK columns or keys of its products, rather than many at once,
@@ -155,17 +166,6 @@ NOINLINE void add_panel(const REAL *rows, int64_t leaf, const REAL *p, int64_t k
         add_sums(o + c * NR, acc);
     }
 }
-
-/* Which vectors [first, last) of a panel see something of a block of KR keys. */
-typedef struct {
-    int first, last;
-} span;
-
-/* Keys one after another of which the vectors [first, last) of a panel, and no others, see something. */
-typedef struct {
-    int64_t keys;
-    span seen;
-} run_of_keys;
 
 _Static_assert(VR == 3, "the runs below");
 

@@ -25,8 +25,12 @@ typedef struct {
  * 0 or infinite.  Such panels go the classic way, tile by tile, with ref + low in place of ref. */
 #define FAR_SCORE ((REAL)(sizeof(REAL) == 8 ? 0x1p50 : 0x1p21))
 
-/* Columns of O' are padded to whole register blocks. */
+/* Columns of O' are padded to whole register blocks, on AMX to whole tiles. */
+#ifdef BURST_AMX
+#define OUT_ROWS(dv) ROUND_UP(dv, 32)
+#else
 #define OUT_ROWS(dv) ROUND_UP(dv, KR)
+#endif
 
 INLINE void take_state(arena *a, panel *p, int64_t dv)
 {

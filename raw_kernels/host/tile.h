@@ -209,17 +209,24 @@ INLINE void ask_all(stream *s, int n, int64_t turns)
 
 /* The same where turns are many: the shares are worked out once. */
 typedef struct {
-    stream of[4];
-    int64_t each[4];
+    stream of[7];
+    int64_t each[7];
+    int n;
 } shares;
 
 INLINE void share_out(shares *s, int64_t turns)
 {
-    for (int i = 0; i < 4; i++) s->each[i] = (s->of[i].left + turns - 1) / turns;
+    int n = 0;
+    for (int i = 0; i < s->n; i++)
+        if (s->of[i].left) {
+            s->each[n] = (s->of[i].left + turns - 1) / turns;
+            s->of[n++] = s->of[i];
+        }
+    s->n = n;
 }
 INLINE void ask_shares(shares *s, int64_t turns)
 {
-    UNROLL for (int i = 0; i < 4; i++) ask(&s->of[i], turns * s->each[i]);
+    for (int i = 0; i < s->n; i++) ask(&s->of[i], turns * s->each[i]);
 }
 
 /* Part `part` of `parts` of a tile, of K and V */
@@ -230,6 +237,22 @@ INLINE void stream_tile(stream s[2], const call *c, int64_t index, int64_t batch
     const int64_t from = first + part_start(live, part, parts), to = first + part_start(live, part + 1, parts);
     s[0] = stream_of(&b->k, batch, kv_head, from, to, b->d, (int)b->type);
     s[1] = stream_of(&b->v, batch, kv_head, from, to, b->dim_v, (int)b->type);
+}
+
+/* K and V of the tile `after` this one or, from a task's last tile on, of the first one of the task behind */
+INLINE void stream_keys(stream s[2], const call *c, const task *k, int64_t after, const task *behind, int64_t turn, int64_t turns)
+{
+    if (after < k->end)
+        stream_tile(s, c, after, k->batch, k->kv_head, turn, turns);
+    else if (behind->start < behind->end)
+        stream_tile(s, c, behind->start, behind->batch, behind->kv_head, turn, turns);
+}
+
+/* Rows of panel i, if it is still to be opened */
+INLINE stream stream_panel(const burst_array *x, const call *c, const task *k, int64_t i, int64_t n)
+{
+    const int64_t row = (k->first + i) * NR, wanted = i < k->n && !k->opened[i];
+    return stream_of(x, k->batch, k->head, row, wanted ? MIN(row + NR, c->b->rows_q) : row, n, (int)c->b->type);
 }
 
 INLINE enum sight block_sight(const key_tile *t, const lanes *q, int64_t block)
@@ -245,6 +268,25 @@ INLINE int vector_sees(const key_tile *t, const lanes *q, int64_t block, int j)
     return t->block_max[block] >= q->vector_lo[j] && t->block_min[block] < q->vector_hi[j];
 }
 
+/* The block of a panel's first tile that gives each lane its m: one that all lanes see, as the largest of KR scores is seldom
+ * far below that of the row, else the first.  With ALiBi the last such one: tiles come from the last keys on. */
+INLINE int64_t leading_block(const key_tile *t, const lanes *q, int64_t from, int64_t to, int alibi)
+{
+    for (int64_t i = from; i < to; i++) {
+        const int64_t block = alibi ? to - 1 - (i - from) : i;
+        if (block_sight(t, q, block) == FULL) return block;
+    }
+    return from;
+}
+
+/* Whether all lanes see all keys of the blocks [from, to) */
+INLINE int sees_all(const key_tile *t, const lanes *q, int64_t from, int64_t to)
+{
+    int all = 1;
+    for (int64_t i = from; i < to; i++) all &= block_sight(t, q, i) == FULL;
+    return all;
+}
+
 /* The blocks that a panel must compute: [*from, *to); *full tells that no lane misses any key of them. */
 INLINE void seen_blocks(const key_tile *t, const lanes *q, int64_t *from, int64_t *to, int *full)
 {
@@ -257,31 +299,30 @@ INLINE void seen_blocks(const key_tile *t, const lanes *q, int64_t *from, int64_
     }
     while (a < z && block_sight(t, q, a) == HIDDEN) a++;
     while (z > a && block_sight(t, q, z - 1) == HIDDEN) z--;
-    *full = 1;
-    for (int64_t i = a; i < z; i++) *full &= block_sight(t, q, i) == FULL;
+    *full = sees_all(t, q, a, z);
     *from = a;
     *to = z;
 }
 
-#ifndef BURST_AMX
-/* What a panel sees of the blocks [from, to) of a tile: of each one, and in runs of blocks that are alike. */
+#if !defined(BURST_AMX) || defined(BURST_DOT)
+/* What three vectors of a panel see of the blocks [from, to) of a tile: of each one, and in runs of blocks that are alike. */
 typedef struct {
     span spans[(BURST_KEYS_FORWARD + KR - 1) / KR];
     run_of_keys runs[(BURST_KEYS_FORWARD + KR - 1) / KR];
     int n;
 } edges;
 
-NOINLINE void find_edges(edges *e, const key_tile *t, const lanes *q, int64_t from, int64_t to)
+NOINLINE void find_edges(edges *e, const key_tile *t, const lanes *q, int64_t from, int64_t to, int vector)
 {
     e->n = 0;
     for (int64_t block = from; block < to; block++) {
-        span s = {VR, 0};
-        for (int j = 0; j < VR; j++)
-            if (vector_sees(t, q, block, j)) {
+        span s = {3, 0};
+        for (int j = 0; j < 3; j++)
+            if (vector_sees(t, q, block, vector + j)) {
                 s.first = MIN(s.first, j);
                 s.last = j + 1;
             }
-        if (block_sight(t, q, block) == FULL) s = (span){0, VR};
+        if (block_sight(t, q, block) == FULL) s = (span){0, 3};
         e->spans[block - from] = s;
         run_of_keys *last = e->n ? &e->runs[e->n - 1] : NULL;
         if (last && last->seen.first == s.first && last->seen.last == s.last)

@@ -23,7 +23,11 @@ typedef int32_t INT;
 #if defined(BURST_AMX) /* on top of AVX-512; panels and blocks are whole AMX tiles: see amx.h, and dot.h for BURST_DOT */
 #include <immintrin.h>
 #define VBYTES 64
+#ifdef BURST_DOT
+#define KR 8
+#else
 #define KR 32
+#endif
 #ifdef BURST_PANEL_VECTORS
 #define VR BURST_PANEL_VECTORS
 #elif defined(BURST_DOT)
