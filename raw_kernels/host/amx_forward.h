@@ -17,7 +17,7 @@ typedef struct {
     int64_t plane;
     float *rows;     /* [NR, ld], or [PIECES, NR, ld] of bfloat16: on the way in and out of a panel */
     int64_t ld;
-    stream ahead[4]; /* K, V of the next tile, Q of the next panel, out of this one */
+    shares ahead;    /* K, V of the next tile, Q of the next panel, out of this one */
     bend how;
 } forward_room;
 
@@ -158,14 +158,16 @@ NOINLINE void forward_classic(panel *p, forward_room *w, const call *c, int64_t 
 }
 
 #ifdef BURST_DOT
+#define SHARES (VR / 3) /* of what is asked for, a block */
 /* P of a block of KR keys as pairs of keys, and their sums, for NV vectors of lanes from `first`.  Where it is cut, hidden pairs are 0
  * whatever came out there. */
-INLINE void weigh_dots(const forward_room *w, int64_t block, const panel *p, const uint32_t *query, int64_t depth, float factor,
+INLINE void weigh_dots(forward_room *w, int64_t block, const panel *p, const uint32_t *query, int64_t depth, float factor,
                        uint32_t *pairs, vec *sum, int first, const int NV, const int cut)
 {
     const rows_of k = keys_of(&w->tile, block);
     const INT *pos = w->tile.at.pos + block * KR;
     vec s[DOT_ROWS][3];
+    ask_shares(&w->ahead, 1);
     dot_block(k.at, k.ld, query + first * LANES, NR, depth / 2, s, NV);
     UNROLL for (int j = 0; j < NV; j++) {
         const int lane = (first + j) * LANES;
@@ -184,14 +186,14 @@ INLINE void weigh_dots(const forward_room *w, int64_t block, const panel *p, con
     }
 }
 /* Of n blocks that all lanes see */
-NOINLINE void weigh_full(const forward_room *w, int64_t block, int64_t n, const panel *p, const uint32_t *query, int64_t depth, float factor,
+NOINLINE void weigh_full(forward_room *w, int64_t block, int64_t n, const panel *p, const uint32_t *query, int64_t depth, float factor,
                          uint32_t *pairs, vec *sum)
 {
     for (int first = 0; first < VR; first += 3)
         for (int64_t i = 0; i < n; i++)
             weigh_dots(w, block + i, p, query, depth, factor, pairs + i * KR / 2 * NR, sum, first, 3, 0);
 }
-NOINLINE void weigh_cut(const forward_room *w, int64_t block, const panel *p, const uint32_t *query, int64_t depth, float factor,
+NOINLINE void weigh_cut(forward_room *w, int64_t block, const panel *p, const uint32_t *query, int64_t depth, float factor,
                         uint32_t *pairs, vec *sum, int first, span seen)
 {
     first += seen.first;
@@ -206,7 +208,7 @@ NOINLINE void weigh_cut(const forward_room *w, int64_t block, const panel *p, co
 /* P of the blocks [from, to) and their sums.  Where `edge` is given, [VR / 3], vectors that see nothing of a block get no P. */
 INLINE void forward_weights(panel *p, forward_room *w, const burst_block *b, int64_t from, int64_t to, vec *sum, const edges *edge)
 {
-    enum { SOME = 4 }; /* blocks of which K stays in L1 for all vectors */
+    enum { SOME = 4 }; /* blocks, of which K stays in L1 for all vectors */
     const bf16_tile *t = &w->tile;
     const pairs_of query = columns_of(p->query, b->d);
     const int64_t depth = ROUND_UP(b->d, STEP);
@@ -214,7 +216,6 @@ INLINE void forward_weights(panel *p, forward_room *w, const burst_block *b, int
     for (int64_t block = from, n; block < to; block += n) {
         uint32_t *pairs = w->p + (block - from) * KR / 2 * NR;
         for (n = 0; plain && n < MIN(SOME, to - block) && (!edge || block_sight(&t->at, &p->q, block + n) == FULL);) n++;
-        ask_all(w->ahead, 4, n > 1 ? (to - block + n - 1) / n : to - block);
         if (n) {
             weigh_full(w, block, n, p, query.at, depth, SCORE_FACTOR(b), pairs, sum);
             continue;
@@ -224,12 +225,14 @@ INLINE void forward_weights(panel *p, forward_room *w, const burst_block *b, int
             for (int i = 0; i < VR / 3; i++)
                 weigh_cut(w, block, p, query.at, depth, SCORE_FACTOR(b), pairs, sum, 3 * i, edge[i].spans[block - from]);
         } else {
+            ask_shares(&w->ahead, SHARES);
             bf16_scores(keys_of(t, block), query, depth, w->s, 0);
             weigh(w->s, bend_scores(t, block, &p->q, b, &w->how, w->s, NULL), p, pairs, w->plane, sum, 0);
         }
     }
 }
 #else
+#define SHARES 1
 /* P of the blocks [from, to) and their sums.  The products of the next block are made between the weights of this one, a group of
  * lanes at a time. */
 INLINE void forward_weights(panel *p, forward_room *w, const burst_block *b, int64_t from, int64_t to, vec *sum)
@@ -242,7 +245,7 @@ INLINE void forward_weights(panel *p, forward_room *w, const burst_block *b, int
     for (int64_t block = from; block < to; block++) {
         uint32_t *pairs = w->p + (block - from) * KR / 2 * NR;
         const float factor = bend_scores(t, block, &p->q, b, &w->how, s, NULL);
-        ask_all(w->ahead, 4, to - block);
+        ask_shares(&w->ahead, SHARES);
         for (int lane = 0; lane < NR; lane += GROUP) {
             if (block + 1 < to) bf16_scores(keys_of(t, block + 1), query, depth, next, lane);
             weigh(s, factor, p, pairs, w->plane, sum, lane);
@@ -307,6 +310,7 @@ NOINLINE int forward_tile(panel *p, forward_room *w, const call *c, int64_t batc
     seen_blocks(t, &p->q, &from, &to, &full);
     if (from == to) return 0;
     const int careful = t->wild_v && !full;
+    share_out(&w->ahead, (to - from) * SHARES);
     const int64_t lead = p->unset && !p->wide && !careful ? leading_block(t, &p->q, from, to, 0) : from;
     if (lead > from) { /* all lanes get their m at once, so that nobody waits */
         forward_classic(p, w, c, batch, head, lead, lead + 1, 0);
@@ -344,10 +348,11 @@ static int64_t forward_task(forward_room *w, call *c, int thread, task *k)
             k->opened[i] = 1;
             const int last = next_tile(c, k->sees[i], index + 1, k->end) == k->end;
             const int parting = after == k->end && turn + 1 == turns; /* from this task */
-            memset(w->ahead, 0, sizeof(w->ahead));
-            stream_keys(w->ahead, c, k, after, &behind, turn, turns);
-            w->ahead[2] = stream_panel(&b->q, c, parting ? &behind : k, parting ? 0 : i + 1, b->d);
-            w->ahead[3] = stream_of(to, k->batch, k->head, p->row, last ? p->row + p->count : p->row, b->dim_v, to_type);
+            stream *ahead = w->ahead.of;
+            w->ahead = (shares){.n = 4};
+            stream_keys(ahead, c, k, after, &behind, turn, turns);
+            ahead[2] = stream_panel(&b->q, c, parting ? &behind : k, parting ? 0 : i + 1, b->d);
+            ahead[3] = stream_of(to, k->batch, k->head, p->row, last ? p->row + p->count : p->row, b->dim_v, to_type);
             computed += forward_tile(p, w, c, k->batch, kv_head);
             if (last) close_panel(p, c, k->batch, k->head, w->rows, w->ld);
             if (!carry_on(c, thread)) return computed;

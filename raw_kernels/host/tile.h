@@ -200,14 +200,7 @@ NOINLINE void collect(wishes *w, const stream *s, int n)
 }
 #endif
 
-/* An even share of what is left, with `turns` turns to go. */
-INLINE void ask_all(stream *s, int n, int64_t turns)
-{
-    for (int i = 0; i < n; i++)
-        if (s[i].left) ask(&s[i], (s[i].left + turns - 1) / turns);
-}
-
-/* The same where turns are many: the shares are worked out once. */
+/* What is asked for in even shares, a turn each */
 typedef struct {
     stream of[7];
     int64_t each[7];
