@@ -216,4 +216,23 @@ NOINLINE void panel_to_rows(const REAL *panel, const REAL *factor, int64_t n, RE
     }
 }
 
+#if defined(BURST_AMX) && !(defined(BURST_PIECES) && BURST_PIECES > 1)
+/* The same, rounded to rows of bfloat16, `apart` bytes from one to the next; n is a multiple of 32 */
+NOINLINE void panel_to_bf16_rows(const REAL *panel, const REAL *factor, int64_t n, char *rows, int64_t apart)
+{
+    for (int j = 0; j < VR; j++, panel += LANES, rows += LANES * apart) {
+        const vec f = load(factor + j * LANES);
+        for (int64_t c = 0; c < n; c += 2 * LANES) {
+            vec low[VBYTES / sizeof(REAL)], high[VBYTES / sizeof(REAL)];
+            UNROLL for (int i = 0; i < LANES; i++) low[i] = load(panel + (c + i) * NR) * f;
+            transpose(low);
+            UNROLL for (int i = 0; i < LANES; i++) high[i] = load(panel + (c + LANES + i) * NR) * f;
+            transpose(high);
+            UNROLL for (int i = 0; i < LANES; i++)
+                storeu((float *)(rows + i * apart + 2 * c), (vec)_mm512_cvtne2ps_pbh((__m512)high[i], (__m512)low[i]));
+        }
+    }
+}
+#endif
+
 #endif

@@ -88,7 +88,14 @@ NOINLINE void close_panel(panel *p, const call *c, int64_t batch, int64_t head, 
     REAL inverse[NR] __attribute__((aligned(VBYTES)));
     for (int i = 0; i < NR; i++) inverse[i] = p->l[i] == 0 ? 1 : 1 / p->l[i];
     const burst_array *to = b->final.data ? &b->final : &b->out;
-    const int type = b->final.data ? (int)b->type : TYPE_OF_REAL, direct = p->count == NR && is_even(to, b->dim_v, type);
+    const int type = b->final.data ? (int)b->type : TYPE_OF_REAL;
+    int direct = p->count == NR && is_even(to, b->dim_v, type);
+#if defined(BURST_AMX) && !BURST_SPLIT
+    if (type == BURST_BF16 && p->count == NR && to->step[3] == 2 && b->dim_v % 32 == 0) {
+        panel_to_bf16_rows(p->out, inverse, b->dim_v, row_at(to, batch, p->row, head), to->step[1]);
+        direct = 1;
+    } else
+#endif
     if (direct)
         panel_to_rows(p->out, inverse, b->dim_v, (REAL *)row_at(to, batch, p->row, head), to->step[1] / (int64_t)sizeof(REAL));
     else
