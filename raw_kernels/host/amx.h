@@ -126,7 +126,9 @@ INLINE void multiply(rows_of a, int64_t offset_a, pairs_of b, int64_t offset_b)
 }
 
 #define GROUP 32 /* lanes whose scores are made at a time */
-_Static_assert(KR == STEP, "a block is a whole tile");
+_Static_assert(KR == STEP && GROUP == 2 * LANES, "a block is a whole tile, a group a pair of vectors");
+
+INLINE int in_span(span s, int group) { return s.first <= group && group < s.last; }
 
 /* s[32 keys][NR] = k[32 keys][depth] q[depth][NR], of the lanes [lane, lane + GROUP); depth a multiple of 32 */
 NOINLINE void bf16_scores(rows_of k, pairs_of q, int64_t depth, float *s, int lane)
@@ -136,24 +138,55 @@ NOINLINE void bf16_scores(rows_of k, pairs_of q, int64_t depth, float *s, int la
     STORE_C(s + lane, NR);
 }
 
-/* o[c][NR] += turned[c][keys] p[keys][NR], over `columns` (a multiple of 32) columns c */
-NOINLINE void bf16_add_panel(rows_of turned, pairs_of p, int64_t keys, float *o, int64_t columns)
+/* What a panel sees of some blocks of a tile: products leave out the rest, where weights are 0 */
+typedef struct {
+    span pairs[(BURST_KEYS_FORWARD + KR - 1) / KR]; /* of vectors, of each block */
+} parts;
+
+NOINLINE void find_parts(parts *seen, const key_tile *t, const lanes *q, int64_t from, int64_t to)
 {
+    for (int64_t block = from; block < to; block++) {
+        span s = {VR / 2, 0};
+        for (int j = 0; j < VR; j++)
+            if (vector_sees(t, q, block, j)) {
+                s.first = MIN(s.first, j / 2);
+                s.last = j / 2 + 1;
+            }
+        seen->pairs[block - from] = s;
+    }
+}
+
+/* o[c][NR] += turned[c][keys] p[keys][NR], over `columns` (a multiple of 32) columns c; seen may be NULL */
+NOINLINE void bf16_add_panel(rows_of turned, pairs_of p, int64_t keys, float *o, int64_t columns, const parts *seen)
+{
+    struct { int64_t from, to; } range[NR / GROUP]; /* of keys, for each group of lanes */
+    for (int g = 0; g < NR / GROUP; g++) {
+        range[g].from = 0;
+        range[g].to = keys;
+        if (!seen) continue;
+        while (range[g].from < range[g].to && !in_span(seen->pairs[range[g].from / KR], g)) range[g].from += KR;
+        while (range[g].from < range[g].to && !in_span(seen->pairs[range[g].to / KR - 1], g)) range[g].to -= KR;
+    }
     for (int64_t c = 0; c < columns; c += 32)
-        for (int lane = 0; lane < NR; lane += 32) {
-            LOAD_C(o + c * NR + lane, NR);
-            for (int64_t key = 0; key < keys; key += STEP) multiply(turned, c * turned.ld + key, p, key / 2 * NR + lane);
-            STORE_C(o + c * NR + lane, NR);
+        for (int g = 0; g < NR / GROUP; g++) {
+            float *to = o + c * NR + g * GROUP;
+            if (range[g].from == range[g].to) continue;
+            LOAD_C(to, NR);
+            for (int64_t key = range[g].from; key < range[g].to; key += STEP)
+                multiply(turned, c * turned.ld + key, p, key / 2 * NR + g * GROUP);
+            STORE_C(to, NR);
         }
 }
 
-/* g[keys][columns] += p[keys][NR] x[NR][columns]; columns a multiple of 32 */
-NOINLINE void bf16_add_rows(rows_of p, pairs_of x, float *g, int64_t keys, int64_t columns)
+/* g[keys][columns] += p[keys][NR] x[NR][columns]; columns a multiple of 32; seen may be NULL */
+NOINLINE void bf16_add_rows(rows_of p, pairs_of x, float *g, int64_t keys, int64_t columns, const parts *seen)
 {
     for (int64_t c = 0; c < columns; c += 32)
-        for (int64_t key = 0; key < keys; key += 32) {
+        for (int64_t key = 0; key < keys; key += KR) {
+            const span groups = seen ? seen->pairs[key / KR] : (span){0, NR / GROUP};
+            if (groups.first >= groups.last) continue;
             LOAD_C(g + key * columns + c, columns);
-            for (int q = 0; q < NR; q += STEP) multiply(p, key * NR + q, x, q / 2 * columns + c);
+            for (int q = groups.first * GROUP; q < groups.last * GROUP; q += STEP) multiply(p, key * NR + q, x, q / 2 * columns + c);
             STORE_C(g + key * columns + c, columns);
         }
 }

@@ -115,21 +115,6 @@ NOINLINE void add_gradients_carefully(gradient_panel *p, backward_room *w, const
 }
 
 #ifdef BURST_DOT
-/* Which pairs of vectors see something of the blocks [from, to): what P and dS are computed of, with zeros in gaps */
-NOINLINE void find_spans(span *spans, const key_tile *t, const lanes *q, int64_t from, int64_t to)
-{
-    for (int64_t block = from; block < to; block++) {
-        span s = {VR / 2, 0};
-        for (int j = 0; j < VR; j++)
-            if (vector_sees(t, q, block, j)) {
-                s.first = MIN(s.first, j / 2);
-                s.last = j / 2 + 1;
-            }
-        if (block_sight(t, q, block) == FULL) s = (span){0, VR / 2};
-        spans[block - from] = s;
-    }
-}
-
 /* P and dS of a block that is not bent, of two vectors of lanes, in registers.  Hidden pairs of a cut block are 0 whatever came out there. */
 INLINE void weigh_dots_again(backward_room *w, int64_t block, const gradient_panel *p, float factor, int64_t start, int lane, const int cut)
 {
@@ -181,8 +166,8 @@ NOINLINE void weigh_cut_again(backward_room *w, int64_t block, const gradient_pa
     }
 }
 
-/* P and dS of the blocks [from, to); those of vectors outside of their spans, where these are given, are left as they are */
-NOINLINE void weigh_blocks(const gradient_panel *p, backward_room *w, const burst_block *b, int64_t from, int64_t to, const span *spans)
+/* P and dS of the blocks [from, to).  Where `seen` is given, vectors that see nothing of a block, nor lie between some that do, get none. */
+NOINLINE void weigh_blocks(const gradient_panel *p, backward_room *w, const burst_block *b, int64_t from, int64_t to, const parts *seen)
 {
     enum { SOME = 4 }; /* blocks of which K and V stay in L1 for all vectors */
     const bf16_tile *t = &w->tile;
@@ -190,14 +175,14 @@ NOINLINE void weigh_blocks(const gradient_panel *p, backward_room *w, const burs
     share_out(&w->ahead, (to - from) * (VR / 2));
     for (int64_t block = from, n; block < to; block += n) {
         const int64_t start = (block - from) * KR * NR;
-        for (n = 0; plain && n < MIN(SOME, to - block) && (!spans || block_sight(&t->at, &p->q, block + n) == FULL);) n++;
+        for (n = 0; plain && n < MIN(SOME, to - block) && (!seen || block_sight(&t->at, &p->q, block + n) == FULL);) n++;
         if (n) {
             weigh_full_again(w, block, n, p, SCORE_FACTOR(b), start);
             continue;
         }
         n = 1;
         if (plain) {
-            weigh_cut_again(w, block, p, SCORE_FACTOR(b), start, spans[block - from]);
+            weigh_cut_again(w, block, p, SCORE_FACTOR(b), start, pairs_seen(seen, block - from));
             continue;
         }
         bf16_scores(keys_of(t, block), columns_of(p->query, b->d), w->depth, w->s[0], 0);
@@ -232,7 +217,7 @@ NOINLINE void weigh_again(const backward_room *w, const float *s, const float *d
 }
 
 /* P and dS of the blocks [from, to).  The products of the next block are made between the weights of this one. */
-NOINLINE void weigh_blocks(const gradient_panel *p, backward_room *w, const burst_block *b, int64_t from, int64_t to, int full)
+NOINLINE void weigh_blocks(const gradient_panel *p, backward_room *w, const burst_block *b, int64_t from, int64_t to, const parts *seen)
 {
     const bf16_tile *t = &w->tile;
     const int capped = w->how.softcap != 0, plain = !capped && !w->how.alibi;
@@ -244,7 +229,7 @@ NOINLINE void weigh_blocks(const gradient_panel *p, backward_room *w, const burs
     for (int64_t block = from; block < to; block++) {
         const int now = (block - from) & 1, next = 1 - now, more = block + 1 < to;
         const int64_t at = (block - from) * KR * NR;
-        const int cut = !full && block_sight(&t->at, &p->q, block) != FULL, even = plain && !cut;
+        const int cut = seen && block_sight(&t->at, &p->q, block) != FULL, even = plain && !cut;
         const float factor = bend_scores(t, block, &p->q, b, &w->how, w->s[now], capped ? w->slopes : NULL);
         if (!even) weigh_any(w, w->s[now], w->dp[now], p, block, cut, at);
         for (int lane = 0; lane < NR; lane += GROUP) {
@@ -266,37 +251,18 @@ NOINLINE int backward_tile(gradient_panel *p, backward_room *w, const call *c, i
     seen_blocks(&t->at, &p->q, &from, &to, &full);
     if (from == to) return 0;
     const int64_t keys = (to - from) * KR;
-#ifdef BURST_DOT
-    span seen[(BURST_KEYS_BACKWARD + KR - 1) / KR];
-    const int parts = !full && w->how.softcap == 0 && !w->how.alibi;
-    const span *spans = parts ? seen : NULL;
-    if (parts) find_spans(seen, &t->at, &p->q, from, to);
-    weigh_blocks(p, w, b, from, to, spans);
-#else
-    weigh_blocks(p, w, b, from, to, full);
-#endif
+    parts parts_seen;
+    const parts *seen = full ? NULL : &parts_seen;
+    if (seen) find_parts(&parts_seen, &t->at, &p->q, from, to);
+    weigh_blocks(p, w, b, from, to, seen);
     if (!full && (t->at.wild_k || t->at.wild_v || p->wild)) {
         add_gradients_carefully(p, w, c, batch, head, from, to);
         return 1;
     }
     const rows_of weights = {w->p, NR, w->plane}, slopes = {w->ds, NR, w->plane};
-    const pairs_of slope_pairs = {w->ds_pairs, NR, w->plane / 2};
-    const pairs_of dout = paired_rows_of(p->dout_rows, w->width), query = paired_rows_of(p->query_rows, w->depth);
-    float *dv = w->dv + from * KR * w->width, *dk = w->dk + from * KR * w->depth;
-#ifdef BURST_DOT
-    bf16_add_rows(weights, dout, dv, keys, w->width, spans);
-    bf16_add_rows(slopes, query, dk, keys, w->depth, spans);
-    if (parts) {
-        edges edge[VR / 3];
-        for (int i = 0; i < VR / 3; i++) find_edges(&edge[i], &t->at, &p->q, from, to, 3 * i);
-        bf16_add_panel_runs(turned_of(t, from), slope_pairs, edge, p->dq, w->depth);
-        return 1;
-    }
-#else
-    bf16_add_rows(weights, dout, dv, keys, w->width);
-    bf16_add_rows(slopes, query, dk, keys, w->depth);
-#endif
-    bf16_add_panel(turned_of(t, from), slope_pairs, keys, p->dq, w->depth);
+    bf16_add_rows(weights, paired_rows_of(p->dout_rows, w->width), w->dv + from * KR * w->width, keys, w->width, seen);
+    bf16_add_rows(slopes, paired_rows_of(p->query_rows, w->depth), w->dk + from * KR * w->depth, keys, w->depth, seen);
+    bf16_add_panel(turned_of(t, from), (pairs_of){w->ds_pairs, NR, w->plane / 2}, keys, p->dq, w->depth, seen);
     return 1;
 }
 

@@ -154,7 +154,7 @@ NOINLINE void forward_classic(panel *p, forward_room *w, const call *c, int64_t 
         add_values_carefully(p, w, c, batch, head, from, to);
     else
         bf16_add_panel(turned_of(&w->tile, from), (pairs_of){w->p, NR, w->plane}, (to - from) * KR, p->out,
-                       ROUND_UP(c->b->dim_v, STEP));
+                       ROUND_UP(c->b->dim_v, STEP), NULL);
 }
 
 #ifdef BURST_DOT
@@ -205,8 +205,8 @@ NOINLINE void weigh_cut(forward_room *w, int64_t block, const panel *p, const ui
     }
 }
 
-/* P of the blocks [from, to) and their sums.  Where `edge` is given, [VR / 3], vectors that see nothing of a block get no P. */
-INLINE void forward_weights(panel *p, forward_room *w, const burst_block *b, int64_t from, int64_t to, vec *sum, const edges *edge)
+/* P of the blocks [from, to) and their sums.  Where `seen` is given, vectors that see nothing of a block get no P. */
+INLINE void forward_weights(panel *p, forward_room *w, const burst_block *b, int64_t from, int64_t to, vec *sum, const parts *seen)
 {
     enum { SOME = 4 }; /* blocks, of which K stays in L1 for all vectors */
     const bf16_tile *t = &w->tile;
@@ -215,7 +215,7 @@ INLINE void forward_weights(panel *p, forward_room *w, const burst_block *b, int
     const int plain = w->how.softcap == 0 && !w->how.alibi;
     for (int64_t block = from, n; block < to; block += n) {
         uint32_t *pairs = w->p + (block - from) * KR / 2 * NR;
-        for (n = 0; plain && n < MIN(SOME, to - block) && (!edge || block_sight(&t->at, &p->q, block + n) == FULL);) n++;
+        for (n = 0; plain && n < MIN(SOME, to - block) && (!seen || block_sight(&t->at, &p->q, block + n) == FULL);) n++;
         if (n) {
             weigh_full(w, block, n, p, query.at, depth, SCORE_FACTOR(b), pairs, sum);
             continue;
@@ -223,7 +223,7 @@ INLINE void forward_weights(panel *p, forward_room *w, const burst_block *b, int
         n = 1;
         if (plain) {
             for (int i = 0; i < VR / 3; i++)
-                weigh_cut(w, block, p, query.at, depth, SCORE_FACTOR(b), pairs, sum, 3 * i, edge[i].spans[block - from]);
+                weigh_cut(w, block, p, query.at, depth, SCORE_FACTOR(b), pairs, sum, 3 * i, seen->of[i].spans[block - from]);
         } else {
             ask_shares(&w->ahead, SHARES);
             bf16_scores(keys_of(t, block), query, depth, w->s, 0);
@@ -235,8 +235,9 @@ INLINE void forward_weights(panel *p, forward_room *w, const burst_block *b, int
 #define SHARES 1
 /* P of the blocks [from, to) and their sums.  The products of the next block are made between the weights of this one, a group of
  * lanes at a time. */
-INLINE void forward_weights(panel *p, forward_room *w, const burst_block *b, int64_t from, int64_t to, vec *sum)
+INLINE void forward_weights(panel *p, forward_room *w, const burst_block *b, int64_t from, int64_t to, vec *sum, const parts *seen)
 {
+    (void)seen; /* hidden weights are 0 */
     const bf16_tile *t = &w->tile;
     const pairs_of query = columns_of(p->query, b->d);
     const int64_t depth = ROUND_UP(b->d, STEP);
@@ -262,25 +263,13 @@ NOINLINE int64_t forward_blocks(panel *p, forward_room *w, const burst_block *b,
 {
     vec sum[VR];
     UNROLL for (int j = 0; j < VR; j++) sum[j] = zero();
-    const pairs_of weights = {w->p, NR, w->plane};
-    const int64_t width = ROUND_UP(b->dim_v, STEP);
-#ifdef BURST_DOT
-    edges edge[VR / 3];
-    const int parts = w->how.softcap == 0 && !w->how.alibi && !sees_all(&w->tile.at, &p->q, from, to);
-    if (parts) for (int i = 0; i < VR / 3; i++) find_edges(&edge[i], &w->tile.at, &p->q, from, to, 3 * i);
-    forward_weights(p, w, b, from, to, sum, parts ? edge : NULL);
-#else
-    forward_weights(p, w, b, from, to, sum);
-#endif
+    parts parts_seen;
+    const parts *seen = sees_all(&w->tile.at, &p->q, from, to) ? NULL : &parts_seen;
+    if (seen) find_parts(&parts_seen, &w->tile.at, &p->q, from, to);
+    forward_weights(p, w, b, from, to, sum, seen);
     if (too_high(sum)) return from;
     add_sums(p, sum);
-#ifdef BURST_DOT
-    if (parts) {
-        bf16_add_panel_runs(turned_of(&w->tile, from), weights, edge, p->out, width);
-        return to;
-    }
-#endif
-    bf16_add_panel(turned_of(&w->tile, from), weights, (to - from) * KR, p->out, width);
+    bf16_add_panel(turned_of(&w->tile, from), (pairs_of){w->p, NR, w->plane}, (to - from) * KR, p->out, ROUND_UP(b->dim_v, STEP), seen);
     return to;
 }
 

@@ -69,49 +69,75 @@ NOINLINE void bf16_scores(rows_of k, pairs_of q, int64_t depth, float *s, int la
     }
 }
 
-/* o[c][NR] += turned[c][keys] p[keys][NR] */
-NOINLINE void bf16_add_panel(rows_of turned, pairs_of p, int64_t keys, float *o, int64_t columns)
+/* What a panel sees of some blocks of a tile: products leave out the rest, and P and dS need not be there */
+typedef struct {
+    edges of[VR / 3];
+} parts;
+
+INLINE void find_parts(parts *seen, const key_tile *t, const lanes *q, int64_t from, int64_t to)
 {
+    for (int i = 0; i < VR / 3; i++) find_edges(&seen->of[i], t, q, from, to, 3 * i);
+}
+
+/* Pairs of vectors that see something of a block, with those between them */
+INLINE span pairs_seen(const parts *seen, int64_t block)
+{
+    span all = {VR, 0};
+    for (int i = 0; i < VR / 3; i++) {
+        const span s = seen->of[i].spans[block];
+        if (s.first >= s.last) continue;
+        all.first = MIN(all.first, 3 * i + s.first);
+        all.last = 3 * i + s.last;
+    }
+    return (span){all.first / 2, (all.last + 1) / 2};
+}
+
+/* acc[c][j] += turned[c][keys] p[keys][j] of three vectors, run by run */
+INLINE void dot_runs(const bf16 *a, int64_t ld_a, const uint32_t *b, int64_t ld_b, const edges *edge, vec acc[DOT_ROWS][3])
+{
+    for (int i = 0; i < edge->n; i++) {
+        const int64_t pairs = edge->runs[i].keys / 2;
+        switch (edge->runs[i].seen.first * 4 + edge->runs[i].seen.last) {
+        case 1: dot_more(a, ld_a, b, ld_b, pairs, acc, 0, 1); break;
+        case 2: dot_more(a, ld_a, b, ld_b, pairs, acc, 0, 2); break;
+        case 3: dot_more(a, ld_a, b, ld_b, pairs, acc, 0, 3); break;
+        case 6: dot_more(a, ld_a, b, ld_b, pairs, acc, 1, 2); break;
+        case 7: dot_more(a, ld_a, b, ld_b, pairs, acc, 1, 3); break;
+        case 11: dot_more(a, ld_a, b, ld_b, pairs, acc, 2, 3); break;
+        default: break; /* nobody */
+        }
+        a += 2 * pairs;
+        b += pairs * ld_b;
+    }
+}
+NOINLINE void bf16_add_panel_runs(rows_of turned, pairs_of p, float *o, int64_t columns, const parts *seen)
+{
+    for (int i = 0; i < VR / 3; i++)
+        for (int64_t c = 0; c < columns; c += DOT_ROWS) {
+            const int lane = 3 * i * LANES;
+            vec acc[DOT_ROWS][3];
+            dot_clear(acc, 3);
+            dot_runs(turned.at + c * turned.ld, turned.ld, p.at + lane, p.ld, &seen->of[i], acc);
+            dot_put(acc, o + c * NR + lane, NR, 3);
+        }
+}
+
+/* o[c][NR] += turned[c][keys] p[keys][NR]; seen may be NULL */
+NOINLINE void bf16_add_panel(rows_of turned, pairs_of p, int64_t keys, float *o, int64_t columns, const parts *seen)
+{
+    if (seen) return bf16_add_panel_runs(turned, p, o, columns, seen);
     for (int lane = 0; lane < NR; lane += 3 * LANES)
         for (int64_t c = 0; c < columns; c += DOT_ROWS)
             dot_add(turned.at + c * turned.ld, turned.ld, p.at + lane, p.ld, keys / 2, o + c * NR + lane, NR, 3);
 }
 
-/* The same where a panel sees the keys in part, edge by edge of three vectors: what a whole vector does not see is not computed. */
-NOINLINE void bf16_add_panel_runs(rows_of turned, pairs_of p, const edges *edge, float *o, int64_t columns)
-{
-    for (int lane = 0; lane < NR; lane += 3 * LANES, edge++)
-        for (int64_t c = 0; c < columns; c += DOT_ROWS) {
-            vec acc[DOT_ROWS][3];
-            const bf16 *a = turned.at + c * turned.ld;
-            const uint32_t *b = p.at + lane;
-            dot_clear(acc, 3);
-            for (int i = 0; i < edge->n; i++) {
-                const int64_t pairs = edge->runs[i].keys / 2;
-                switch (edge->runs[i].seen.first * 4 + edge->runs[i].seen.last) {
-                case 1: dot_more(a, turned.ld, b, p.ld, pairs, acc, 0, 1); break;
-                case 2: dot_more(a, turned.ld, b, p.ld, pairs, acc, 0, 2); break;
-                case 3: dot_more(a, turned.ld, b, p.ld, pairs, acc, 0, 3); break;
-                case 6: dot_more(a, turned.ld, b, p.ld, pairs, acc, 1, 2); break;
-                case 7: dot_more(a, turned.ld, b, p.ld, pairs, acc, 1, 3); break;
-                case 11: dot_more(a, turned.ld, b, p.ld, pairs, acc, 2, 3); break;
-                default: break; /* nobody */
-                }
-                a += 2 * pairs;
-                b += pairs * p.ld;
-            }
-            dot_put(acc, o + c * NR + lane, NR, 3);
-        }
-}
-
-/* g[keys][columns] += p[keys][NR] x[NR][columns]; columns a multiple of 32.  Where spans are given, [keys / KR], only lanes of theirs count:
- * they are of pairs of vectors. */
-NOINLINE void bf16_add_rows(rows_of p, pairs_of x, float *g, int64_t keys, int64_t columns, const span *spans)
+/* g[keys][columns] += p[keys][NR] x[NR][columns]; columns a multiple of 32; seen may be NULL */
+NOINLINE void bf16_add_rows(rows_of p, pairs_of x, float *g, int64_t keys, int64_t columns, const parts *seen)
 {
     for (int64_t c = 0; c < columns; c += 2 * LANES)
         for (int64_t key = 0; key < keys; key += DOT_ROWS) {
-            const span seen = spans ? spans[key / KR] : (span){0, VR / 2};
-            const int64_t lane = seen.first * 2 * LANES, pairs = (seen.last - seen.first) * LANES;
+            const span of = seen ? pairs_seen(seen, key / KR) : (span){0, VR / 2};
+            const int64_t lane = of.first * 2 * LANES, pairs = (of.last - of.first) * LANES;
             if (pairs <= 0) continue;
             dot_add(p.at + key * p.ld + lane, p.ld, x.at + lane / 2 * x.ld + c, x.ld, pairs, g + key * columns + c, columns, 2);
         }

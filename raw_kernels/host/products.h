@@ -13,7 +13,7 @@
 
 #include "vec.h"
 
-/* Which vectors [first, last) of three see something of a block of KR keys. */
+/* Which vectors [first, last) of three, or pairs of vectors of all, see something of a block of KR keys. */
 typedef struct {
     int first, last;
 } span;
