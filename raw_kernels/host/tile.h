@@ -297,6 +297,7 @@ INLINE void seen_blocks(const key_tile *t, const lanes *q, int64_t *from, int64_
     *to = z;
 }
 
+#if !defined(BURST_AMX) || defined(BURST_DOT)
 /* What three vectors of a panel see of the blocks [from, to) of a tile: of each one, and in runs of blocks that are alike. */
 typedef struct {
     span spans[(BURST_KEYS_FORWARD + KR - 1) / KR];
@@ -323,5 +324,6 @@ NOINLINE void find_edges(edges *e, const key_tile *t, const lanes *q, int64_t fr
             e->runs[e->n++] = (run_of_keys){KR, s};
     }
 }
+#endif
 
 #endif
