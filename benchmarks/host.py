@@ -3,7 +3,7 @@
     python benchmarks/host.py                     # the table
     python benchmarks/host.py --case float32:64:causal --repeats 30
     python benchmarks/host.py --isa avx2          # or avx512, amx-bf16 (float32 by AVX-512), portable
-    python benchmarks/host.py --rules             # rules, grouped heads, odd head dims
+    python benchmarks/host.py --rules             # rules, grouped heads, odd head dims; --dtype bfloat16 for that type
     python benchmarks/host.py --threads           # two threads beside one
     python benchmarks/host.py --beside=-DWEIGH_LATER=0   # beside the same sources built with this flag, and whether bits are the same
     python benchmarks/host.py --first             # the first call of a program, with an empty cache and with a full one
@@ -212,7 +212,7 @@ def beside(name, one, two, repeats):
     print(f"| {name} | {' | '.join(f'{x:.2f}' for x in ratios_of(one, two, repeats))} |", flush=True)
 
 
-def rules(backend, repeats, dtype="float32"):
+def rules(backend, repeats, dtype):
     """What rules, grouped heads, odd head dims and subnormal numbers cost."""
     print("| rate per visible pair, beside | forward | backward |\n|---|---|---|")
     causal = Ours(backend, dtype, 64, {"causal": True}, 4, 4096)
@@ -224,7 +224,7 @@ def rules(backend, repeats, dtype="float32"):
         beside(f"d {d} / d {native}", one, two, repeats)
     tiny = Ours(backend, dtype, 64, {"causal": True}, 4, 4096)
     for x in (tiny.q, tiny.k, tiny.v, tiny.dout):
-        x *= 1e-39
+        x *= x.dtype.type(1e-309 if dtype == "float64" else 1e-39)
     beside("subnormal inputs / causal", tiny, causal, repeats)
 
 
@@ -307,6 +307,7 @@ def main():
     parser.add_argument("--isa", choices=list(host.ISAS))
     parser.add_argument("--flags", default="", help="more flags for the compiler, such as -DBURST_KEYS_FORWARD=96")
     parser.add_argument("--rules", action="store_true", help="rules, grouped heads and odd head dims, beside the plain case")
+    parser.add_argument("--dtype", choices=list(DTYPES), default="float32", help="of --rules")
     parser.add_argument("--threads", action="store_true", help="two threads beside one")
     parser.add_argument("--beside", metavar="FLAGS", help="beside the same sources built with these flags, in place of torch")
     parser.add_argument("--first", action="store_true", help="the first call of a program")
@@ -316,7 +317,7 @@ def main():
     os.environ.update(PEER.get(args.isa, {}))
     backend = host.HostBackend(args.isa, threads=1, extra_flags=args.flags.split())
     if args.rules:
-        return rules(backend, args.repeats)
+        return rules(backend, args.repeats, args.dtype)
     if args.beside:
         other = host.HostBackend(args.isa, threads=1, extra_flags=args.beside.split())
         return built_otherwise(backend, other, args.case or CASES, args.rows, args.heads, args.repeats)
