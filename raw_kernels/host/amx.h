@@ -126,6 +126,8 @@ INLINE void multiply(rows_of a, int64_t offset_a, pairs_of b, int64_t offset_b)
 }
 
 #define GROUP 32 /* lanes whose scores are made at a time */
+#define TERMS_OF(n) ROUND_UP(n, STEP)   /* of a score of n columns: padding is zeros */
+#define COLUMNS_OF(n) ROUND_UP(n, STEP) /* of a sum over keys */
 _Static_assert(KR == STEP && GROUP == 2 * LANES, "a block is a whole tile, a group a pair of vectors");
 
 INLINE int in_span(span s, int group) { return s.first <= group && group < s.last; }
@@ -178,10 +180,11 @@ NOINLINE void bf16_add_panel(rows_of turned, pairs_of p, int64_t keys, float *o,
         }
 }
 
-/* g[keys][columns] += p[keys][NR] x[NR][columns]; columns a multiple of 32; seen may be NULL */
-NOINLINE void bf16_add_rows(rows_of p, pairs_of x, float *g, int64_t keys, int64_t columns, const parts *seen)
+/* g[keys][x.ld] += p[keys][NR] x[NR][x.ld], of n columns at least; seen may be NULL */
+NOINLINE void bf16_add_rows(rows_of p, pairs_of x, float *g, int64_t keys, int64_t n, const parts *seen)
 {
-    for (int64_t c = 0; c < columns; c += 32)
+    const int64_t columns = x.ld;
+    for (int64_t c = 0; c < n; c += 32)
         for (int64_t key = 0; key < keys; key += KR) {
             const span groups = seen ? seen->pairs[key / KR] : (span){0, NR / GROUP};
             if (groups.first >= groups.last) continue;
@@ -219,6 +222,7 @@ INLINE int copy_row(const char *src, int64_t step, int64_t n, int64_t padded, bf
 }
 #else
 typedef bf16 vec_of_bf16 __attribute__((vector_size(64), aligned(2), may_alias));
+typedef bf16 eight_of_bf16 __attribute__((vector_size(16), aligned(2), may_alias));
 
 /* One row of the caller's, zeros up to `padded`; returns whether an infinity or a NaN is in it. */
 INLINE int copy_row(const char *src, int64_t step, int64_t n, int64_t padded, bf16 *dst, int64_t plane, float factor)
@@ -228,18 +232,25 @@ INLINE int copy_row(const char *src, int64_t step, int64_t n, int64_t padded, bf
     (void)plane, (void)factor;
     if (step == 2) {
         vec_of_bf16 any_wild = {0};
+        eight_of_bf16 some_wild = {0};
         for (; c + 32 <= n; c += 32) {
             const vec_of_bf16 x = *(const vec_of_bf16 *)(src + 2 * c);
             any_wild |= (vec_of_bf16)((x & 0x7f80) == 0x7f80);
             *(vec_of_bf16 *)(dst + c) = x;
         }
-        wild = any((ivec)any_wild);
+        for (; c + 8 <= n; c += 8) {
+            const eight_of_bf16 x = *(const eight_of_bf16 *)(src + 2 * c);
+            some_wild |= (eight_of_bf16)((x & 0x7f80) == 0x7f80);
+            *(eight_of_bf16 *)(dst + c) = x;
+        }
+        UNROLL for (int i = 0; i < 8; i++) wild |= some_wild[i] != 0;
+        wild |= any((ivec)any_wild);
     }
-    for (; c < padded; c++) {
-        dst[c] = 0;
-        if (c < n) memcpy(dst + c, src + c * step, 2);
+    for (; c < n; c++) {
+        memcpy(dst + c, src + c * step, 2);
         wild |= (dst[c] & 0x7f80) == 0x7f80;
     }
+    memset(dst + n, 0, (size_t)(padded - n) * 2);
     return wild;
 }
 #endif

@@ -15,7 +15,8 @@ typedef struct {
     int64_t plane;        /* keys * NR */
     float *dk, *dv;       /* [keys, depth], [keys, width]: sums of this group for this tile */
     float *rows;          /* [NR, ld], or [PIECES, NR, ld] of bfloat16 */
-    int64_t ld, depth, width;
+    int64_t ld, depth, width; /* of rows of Q and dO, padded */
+    int64_t terms_k, terms_v; /* of a score, of a dP */
 #ifdef BURST_DOT
     shares ahead;         /* of the next tile's K and V and this tile's dK and dV */
 #endif
@@ -29,6 +30,8 @@ INLINE void take_backward(arena *a, backward_room *w, const call *c)
     w->depth = ROUND_UP(b->d, STEP);
     w->width = ROUND_UP(b->dim_v, STEP);
     w->ld = MAX(w->depth, w->width) + STEP;
+    w->terms_k = TERMS_OF(b->d);
+    w->terms_v = TERMS_OF(b->dim_v);
     take_bf16_tile(a, &w->tile, c, 1);
     for (int i = 0; i < (GROUP == NR ? 1 : 2); i++) { /* nothing is made between the weights where all lanes are one group */
         w->s[i] = TAKE(a, float, KR * NR);
@@ -123,7 +126,7 @@ INLINE void weigh_dots_again(backward_room *w, int64_t block, const gradient_pan
     const INT *pos = w->tile.at.pos + block * KR;
     const int first = lane / LANES;
     vec s[DOT_ROWS][3], weight[DOT_ROWS][2];
-    dot_block(k.at, k.ld, query + lane, NR, w->depth / 2, s, 2);
+    dot_block(k.at, k.ld, query + lane, NR, w->terms_k / 2, s, 2);
     UNROLL for (int h = 0; h < 2; h++) {
         const vec lse = load(p->lse + lane + h * LANES), low = load(p->lse_low + lane + h * LANES);
         UNROLL for (int i = 0; i < DOT_ROWS; i++) {
@@ -132,7 +135,7 @@ INLINE void weigh_dots_again(backward_room *w, int64_t block, const gradient_pan
             weight[i][h] = x;
         }
     }
-    dot_block(v.at, v.ld, dout + lane, NR, w->width / 2, s, 2);
+    dot_block(v.at, v.ld, dout + lane, NR, w->terms_v / 2, s, 2);
     UNROLL for (int i = 0; i < DOT_ROWS; i += 2) {
         vec pv[2][2], dsv[2][2];
         UNROLL for (int r = 0; r < 2; r++) UNROLL for (int h = 0; h < 2; h++) {
@@ -185,8 +188,8 @@ NOINLINE void weigh_blocks(const gradient_panel *p, backward_room *w, const burs
             weigh_cut_again(w, block, p, SCORE_FACTOR(b), start, pairs_seen(seen, block - from));
             continue;
         }
-        bf16_scores(keys_of(t, block), columns_of(p->query, b->d), w->depth, w->s[0], 0);
-        bf16_scores(values_of(t, block), columns_of(p->dout, b->dim_v), w->width, w->dp[0], 0);
+        bf16_scores(keys_of(t, block), columns_of(p->query, b->d), w->terms_k, w->s[0], 0);
+        bf16_scores(values_of(t, block), columns_of(p->dout, b->dim_v), w->terms_v, w->dp[0], 0);
         ask_shares(&w->ahead, VR / 2);
         bend_scores(t, block, &p->q, b, &w->how, w->s[0], capped ? w->slopes : NULL);
         weigh_any(w, w->s[0], w->dp[0], p, block, block_sight(&t->at, &p->q, block) != FULL, start);
@@ -223,8 +226,8 @@ NOINLINE void weigh_blocks(const gradient_panel *p, backward_room *w, const burs
     const int capped = w->how.softcap != 0, plain = !capped && !w->how.alibi;
     const pairs_of query = columns_of(p->query, b->d), dout = columns_of(p->dout, b->dim_v);
     for (int lane = 0; lane < NR; lane += GROUP) {
-        bf16_scores(keys_of(t, from), query, w->depth, w->s[0], lane);
-        bf16_scores(values_of(t, from), dout, w->width, w->dp[0], lane);
+        bf16_scores(keys_of(t, from), query, w->terms_k, w->s[0], lane);
+        bf16_scores(values_of(t, from), dout, w->terms_v, w->dp[0], lane);
     }
     for (int64_t block = from; block < to; block++) {
         const int now = (block - from) & 1, next = 1 - now, more = block + 1 < to;
@@ -233,9 +236,9 @@ NOINLINE void weigh_blocks(const gradient_panel *p, backward_room *w, const burs
         const float factor = bend_scores(t, block, &p->q, b, &w->how, w->s[now], capped ? w->slopes : NULL);
         if (!even) weigh_any(w, w->s[now], w->dp[now], p, block, cut, at);
         for (int lane = 0; lane < NR; lane += GROUP) {
-            if (more) bf16_scores(keys_of(t, block + 1), query, w->depth, w->s[next], lane);
+            if (more) bf16_scores(keys_of(t, block + 1), query, w->terms_k, w->s[next], lane);
             if (even) weigh_again(w, w->s[now], w->dp[now], factor, p, at, lane, 0, KR / 2);
-            if (more) bf16_scores(values_of(t, block + 1), dout, w->width, w->dp[next], lane);
+            if (more) bf16_scores(values_of(t, block + 1), dout, w->terms_v, w->dp[next], lane);
             if (even) weigh_again(w, w->s[now], w->dp[now], factor, p, at, lane, KR / 2, KR);
         }
     }
@@ -260,9 +263,9 @@ NOINLINE int backward_tile(gradient_panel *p, backward_room *w, const call *c, i
         return 1;
     }
     const rows_of weights = {w->p, NR, w->plane}, slopes = {w->ds, NR, w->plane};
-    bf16_add_rows(weights, paired_rows_of(p->dout_rows, w->width), w->dv + from * KR * w->width, keys, w->width, seen);
-    bf16_add_rows(slopes, paired_rows_of(p->query_rows, w->depth), w->dk + from * KR * w->depth, keys, w->depth, seen);
-    bf16_add_panel(turned_of(t, from), (pairs_of){w->ds_pairs, NR, w->plane / 2}, keys, p->dq, w->depth, seen);
+    bf16_add_rows(weights, paired_rows_of(p->dout_rows, w->width), w->dv + from * KR * w->width, keys, b->dim_v, seen);
+    bf16_add_rows(slopes, paired_rows_of(p->query_rows, w->depth), w->dk + from * KR * w->depth, keys, b->d, seen);
+    bf16_add_panel(turned_of(t, from), (pairs_of){w->ds_pairs, NR, w->plane / 2}, keys, p->dq, COLUMNS_OF(b->d), seen);
     return 1;
 }
 

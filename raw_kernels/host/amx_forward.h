@@ -112,7 +112,7 @@ NOINLINE void weigh_with_maximum(panel *p, forward_room *w, int64_t from, int64_
     for (int64_t block = from; block < to; block++) {
         float *s = w->s + (block - from) * KR * NR;
         for (int lane = 0; lane < NR; lane += GROUP)
-            bf16_scores(keys_of(&w->tile, block), columns_of(p->query, b->d), ROUND_UP(b->d, STEP), s, lane);
+            bf16_scores(keys_of(&w->tile, block), columns_of(p->query, b->d), TERMS_OF(b->d), s, lane);
         const float factor = bend_scores(&w->tile, block, &p->q, b, &w->how, s, NULL);
         if (factor != 1) scale_block(s, factor);
     }
@@ -154,7 +154,7 @@ NOINLINE void forward_classic(panel *p, forward_room *w, const call *c, int64_t 
         add_values_carefully(p, w, c, batch, head, from, to);
     else
         bf16_add_panel(turned_of(&w->tile, from), (pairs_of){w->p, NR, w->plane}, (to - from) * KR, p->out,
-                       ROUND_UP(c->b->dim_v, STEP), NULL);
+                       COLUMNS_OF(c->b->dim_v), NULL);
 }
 
 #ifdef BURST_DOT
@@ -211,7 +211,7 @@ INLINE void forward_weights(panel *p, forward_room *w, const burst_block *b, int
     enum { SOME = 4 }; /* blocks, of which K stays in L1 for all vectors */
     const bf16_tile *t = &w->tile;
     const pairs_of query = columns_of(p->query, b->d);
-    const int64_t depth = ROUND_UP(b->d, STEP);
+    const int64_t depth = TERMS_OF(b->d);
     const int plain = w->how.softcap == 0 && !w->how.alibi;
     for (int64_t block = from, n; block < to; block += n) {
         uint32_t *pairs = w->p + (block - from) * KR / 2 * NR;
@@ -240,7 +240,7 @@ INLINE void forward_weights(panel *p, forward_room *w, const burst_block *b, int
     (void)seen; /* hidden weights are 0 */
     const bf16_tile *t = &w->tile;
     const pairs_of query = columns_of(p->query, b->d);
-    const int64_t depth = ROUND_UP(b->d, STEP);
+    const int64_t depth = TERMS_OF(b->d);
     float *s = w->s, *next = w->s + KR * NR;
     for (int lane = 0; lane < NR; lane += GROUP) bf16_scores(keys_of(t, from), query, depth, s, lane);
     for (int64_t block = from; block < to; block++) {
@@ -269,7 +269,7 @@ NOINLINE int64_t forward_blocks(panel *p, forward_room *w, const burst_block *b,
     forward_weights(p, w, b, from, to, sum, seen);
     if (too_high(sum)) return from;
     add_sums(p, sum);
-    bf16_add_panel(turned_of(&w->tile, from), (pairs_of){w->p, NR, w->plane}, (to - from) * KR, p->out, ROUND_UP(b->dim_v, STEP), seen);
+    bf16_add_panel(turned_of(&w->tile, from), (pairs_of){w->p, NR, w->plane}, (to - from) * KR, p->out, COLUMNS_OF(b->dim_v), seen);
     return to;
 }
 

@@ -58,6 +58,8 @@ INLINE void dot_add(const bf16 *a, int64_t ld_a, const uint32_t *b, int64_t ld_b
 }
 
 #define GROUP NR /* lanes whose scores are made at a time */
+#define TERMS_OF(n) ROUND_UP(n, 2)          /* of a score of n columns: padding is zeros */
+#define COLUMNS_OF(n) ROUND_UP(n, DOT_ROWS) /* of a sum over keys */
 
 /* s[KR keys][NR] = k[KR keys][depth] q[depth][NR] */
 NOINLINE void bf16_scores(rows_of k, pairs_of q, int64_t depth, float *s, int lane)
@@ -131,15 +133,20 @@ NOINLINE void bf16_add_panel(rows_of turned, pairs_of p, int64_t keys, float *o,
             dot_add(turned.at + c * turned.ld, turned.ld, p.at + lane, p.ld, keys / 2, o + c * NR + lane, NR, 3);
 }
 
-/* g[keys][columns] += p[keys][NR] x[NR][columns]; columns a multiple of 32; seen may be NULL */
-NOINLINE void bf16_add_rows(rows_of p, pairs_of x, float *g, int64_t keys, int64_t columns, const parts *seen)
+/* g[keys][x.ld] += p[keys][NR] x[NR][x.ld], of n columns at least; seen may be NULL */
+NOINLINE void bf16_add_rows(rows_of p, pairs_of x, float *g, int64_t keys, int64_t n, const parts *seen)
 {
-    for (int64_t c = 0; c < columns; c += 2 * LANES)
+    for (int64_t c = 0; c < n; c += 2 * LANES)
         for (int64_t key = 0; key < keys; key += DOT_ROWS) {
             const span of = seen ? pairs_seen(seen, key / KR) : (span){0, VR / 2};
             const int64_t lane = of.first * 2 * LANES, pairs = (of.last - of.first) * LANES;
             if (pairs <= 0) continue;
-            dot_add(p.at + key * p.ld + lane, p.ld, x.at + lane / 2 * x.ld + c, x.ld, pairs, g + key * columns + c, columns, 2);
+            const bf16 *a = p.at + key * p.ld + lane;
+            const uint32_t *b = x.at + lane / 2 * x.ld + c;
+            if (n - c > LANES)
+                dot_add(a, p.ld, b, x.ld, pairs, g + key * x.ld + c, x.ld, 2);
+            else
+                dot_add(a, p.ld, b, x.ld, pairs, g + key * x.ld + c, x.ld, 1);
         }
 }
 
