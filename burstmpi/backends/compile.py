@@ -120,6 +120,14 @@ def load(name: str, main: Path, flags: list[str]) -> ctypes.CDLL:
     raise BuildError(f"{path}: is not what was written there; set BURSTMPI_CACHE to a folder of your own")
 
 
+def is_built(name: str, main: Path, flags: list[str]) -> bool:
+    """Whether ``load`` finds it in the cache; whether it is sound is seen when it is loaded."""
+    try:
+        return (cache_folder() / f"{name}-{_what(main, flags)}-{_who(compiler())}.so").exists()
+    except BuildError:
+        return False
+
+
 def _what(main: Path, flags) -> str:
     digest = hashlib.sha256(repr((flags, cpu(), platform.libc_ver())).encode())
     for source in sorted([main, *main.parent.glob("*.h"), *main.parent.parent.glob("*.h")]):

@@ -7,7 +7,6 @@ BURSTMPI_ISA, or the argument ``isa``, forces one.  See docs/host.md.
 from __future__ import annotations
 
 import ctypes
-import itertools
 import os
 import platform
 from concurrent.futures import ThreadPoolExecutor
@@ -252,16 +251,19 @@ def _libraries(variants, backward, extra) -> list[_Library]:
 def _buildable(isas) -> tuple[str, tuple[str, ...]]:
     """The first of these instruction sets that the compiler knows, and which of ``jump_flags``.
 
-    A compiler may be older than the CPU; and whether there is one at all must be known before the first call.
+    A compiler may be older than the CPU; and whether there is one at all must be known before the first call.  What was built before
+    is taken first, as a compiler's refusal is not kept.
     """
     errors = []
-    for isa, jumps in itertools.product(isas, jump_flags()):
-        flags = [*BASE_FLAGS, *FLAGS[variant(isa, "bfloat16")], *jumps]
-        try:
-            compile.load(f"probe-{isa}", _sources() / "probe.c", flags)
-            return isa, jumps
-        except BuildError as error:
-            errors.append(error)
+    for isa in isas:
+        probe = lambda jumps: (f"probe-{isa}", _sources() / "probe.c", [*BASE_FLAGS, *FLAGS[variant(isa, "bfloat16")], *jumps])  # noqa: B023, E731
+        for jumps in sorted(jump_flags(), key=lambda jumps: not compile.is_built(*probe(jumps))):  # noqa: B023
+            try:
+                compile.load(*probe(jumps))
+                return isa, jumps
+            except BuildError as error:
+                if not jumps:
+                    errors.append(error)
     raise errors[0]
 
 

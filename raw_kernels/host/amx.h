@@ -41,7 +41,7 @@ INLINE vec scored(vec product, float factor)
     return product;
 }
 
-#define STEP 32 /* bfloat16 that one tile product contracts over; keys of a block */
+#define STEP 32 /* bfloat16 that one tile product contracts over; what rows are padded to */
 _Static_assert(NR % STEP == 0 && STEP % KR == 0, "panels and tiles are whole steps");
 
 /* A factor in planes */

@@ -18,7 +18,7 @@ typedef struct {
     int64_t ld, depth, width; /* of rows of Q and dO, padded */
     int64_t terms_k, terms_v; /* of a score, of a dP */
 #ifdef BURST_DOT
-    shares ahead;         /* of the next tile's K and V and this tile's dK and dV */
+    shares ahead;         /* K, V of the next tile, dK, dV of this one, Q, dO of the next panel, dQ of this one */
 #endif
     bend how;
 } backward_room;
@@ -169,7 +169,8 @@ NOINLINE void weigh_cut_again(backward_room *w, int64_t block, const gradient_pa
     }
 }
 
-/* P and dS of the blocks [from, to).  Where `seen` is given, vectors that see nothing of a block, nor lie between some that do, get none. */
+/* P and dS of the blocks [from, to).  Where `seen` is given and scores are plain, vectors that see nothing of a block, nor
+ * lie between some that do, get none; all else that is hidden is 0. */
 NOINLINE void weigh_blocks(const gradient_panel *p, backward_room *w, const burst_block *b, int64_t from, int64_t to, const parts *seen)
 {
     enum { SOME = 4 }; /* blocks of which K and V stay in L1 for all vectors */

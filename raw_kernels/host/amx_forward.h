@@ -205,7 +205,8 @@ NOINLINE void weigh_cut(forward_room *w, int64_t block, const panel *p, const ui
     }
 }
 
-/* P of the blocks [from, to) and their sums.  Where `seen` is given, vectors that see nothing of a block get no P. */
+/* P of the blocks [from, to) and their sums.  Where `seen` is given and scores are plain, vectors that see nothing of a block, nor lie
+ * between some that do, get none; all else that is hidden is 0. */
 INLINE void forward_weights(panel *p, forward_room *w, const burst_block *b, int64_t from, int64_t to, vec *sum, const parts *seen)
 {
     enum { SOME = 4 }; /* blocks, of which K stays in L1 for all vectors */

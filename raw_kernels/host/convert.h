@@ -1,7 +1,7 @@
 /* Rows of the caller's type to rows of REAL and back: the only place that knows element types, but for amx.h.
  *
  * float16 and bfloat16 go through integers, so that every compiler takes them, they vectorise everywhere, and
- * flush-to-zero (see tasks.h) touches no float16 subnormal on its way in.
+ * flush-to-zero (see tasks.h) touches no float16 subnormal on its way in; but for rows of out where there is an instruction for it.
  */
 #ifndef BURST_CONVERT_H
 #define BURST_CONVERT_H
@@ -217,6 +217,8 @@ NOINLINE void panel_to_rows(const REAL *panel, const REAL *factor, int64_t n, RE
 }
 
 #if defined(BURST_AMX) && !(defined(BURST_PIECES) && BURST_PIECES > 1)
+typedef uint16_t words_of_row __attribute__((vector_size(64), aligned(2), may_alias));
+
 /* The same, rounded to rows of bfloat16, `apart` bytes from one to the next; n is a multiple of 32 */
 NOINLINE void panel_to_bf16_rows(const REAL *panel, const REAL *factor, int64_t n, char *rows, int64_t apart)
 {
@@ -229,7 +231,7 @@ NOINLINE void panel_to_bf16_rows(const REAL *panel, const REAL *factor, int64_t 
             UNROLL for (int i = 0; i < LANES; i++) high[i] = load(panel + (c + LANES + i) * NR) * f;
             transpose(high);
             UNROLL for (int i = 0; i < LANES; i++)
-                storeu((float *)(rows + i * apart + 2 * c), (vec)_mm512_cvtne2ps_pbh((__m512)high[i], (__m512)low[i]));
+                *(words_of_row *)(rows + i * apart + 2 * c) = (words_of_row)_mm512_cvtne2ps_pbh((__m512)high[i], (__m512)low[i]);
         }
     }
 }

@@ -1,7 +1,7 @@
 /* The products of amx.h by vdpbf16ps, for CPUs that have that instruction at the rate of an FMA and no AMX (Zen 4).
  *
  * Layouts are AMX's: a word of 32 bits is a pair of bfloat16 along the sum, so that one instruction takes two terms of
- * 16 sums.  A pair of the left factor is broadcast, the right factor's pairs are a vector, 8 x 3 (or 8 x 2) sums stay
+ * 16 sums.  A pair of the left factor is broadcast, the right factor's pairs are a vector, 8 x 3 sums (or 8 x 2, or 8 x 1) stay
  * in registers.  Sums are float32; subnormal products count as 0.
  */
 #ifndef BURST_DOT_H

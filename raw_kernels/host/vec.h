@@ -1,7 +1,7 @@
 /* Vectors of REAL: GCC/clang vector extensions everywhere, intrinsics only where an instruction has no C spelling.
  *
  *   LANES   elements of a vector          VR   vectors of a panel: its lanes are NR = VR * LANES queries
- *   KR      rows of a register block: KR * VR accumulators live in registers
+ *   KR      rows of a register block, of all VR vectors (by vdpbf16ps of 3 or 2)
  *   WIDE    vectors of a row block in the products that make dK and dV
  */
 #ifndef BURST_VEC_H
