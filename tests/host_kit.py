@@ -74,8 +74,8 @@ def arrays(rng, batch, rows_q, rows_k, heads, kv_heads, d, dv, dtype, gain=1.0):
     return tuple(x.astype(DTYPES[dtype]) for x in (q, k, v, dout))
 
 
-def _work(backend, dims, rules, rows_q, rows_k, most_k, backward, tally, progress=None):
-    at, lo, hi = rules.intervals(np.arange(rows_q), rows_q, rows_k)
+def _work(backend, dims, rules, rows_q, rows_k, most_k, backward, tally, progress, positions):
+    at, lo, hi = rules.intervals(positions, rows_q, rows_k)
     scores = rules.scores(dims.d)
     scratch = backend.allocate(backend.scratch_bytes(dims, scores, rows_q, most_k, backward))
     scratch[:] = 0xFF  # NaN wherever it is read before it is written
@@ -100,11 +100,12 @@ def _longest(blocks):
     return max(block.stop - block.start for block in blocks)
 
 
-def forward(backend, q, k, v, *, cuts=(), tally=None, progress=None, **options):
-    """out, lse of whole arrays, the keys coming in blocks."""
+def forward(backend, q, k, v, *, cuts=(), tally=None, progress=None, positions=None, **options):
+    """out, lse of whole arrays, the keys coming in blocks.  positions: of the rows of q and of k, where they are not in order."""
     rules, dims, tally = Rules(**options), _dims(q, k, v), tally or Tally()
-    blocks, where = _cuts(k.shape[1], cuts), np.arange(k.shape[1])
-    work = _work(backend, dims, rules, q.shape[1], k.shape[1], _longest(blocks), False, tally, progress)
+    at, where = positions or (np.arange(q.shape[1]), np.arange(k.shape[1]))
+    blocks = _cuts(k.shape[1], cuts)
+    work = _work(backend, dims, rules, q.shape[1], k.shape[1], _longest(blocks), False, tally, progress, at)
     state = np.full((*q.shape[:3], v.shape[3]), np.nan, dims.accumulator)
     lse = np.full((q.shape[0], q.shape[2], q.shape[1]), np.nan, dims.accumulator)
     out = np.full(state.shape, np.nan, q.dtype)
@@ -114,11 +115,12 @@ def forward(backend, q, k, v, *, cuts=(), tally=None, progress=None, **options):
     return out, lse
 
 
-def backward(backend, dout, q, k, v, out, lse, *, cuts=(), tally=None, progress=None, **options):
+def backward(backend, dout, q, k, v, out, lse, *, cuts=(), tally=None, progress=None, positions=None, **options):
     """dq, dk, dv of whole arrays in the accumulator's type, the keys coming in blocks."""
     rules, dims, tally = Rules(**options), _dims(q, k, v), tally or Tally()
-    blocks, where = _cuts(k.shape[1], cuts), np.arange(k.shape[1])
-    work = _work(backend, dims, rules, q.shape[1], k.shape[1], _longest(blocks), True, tally, progress)
+    at, where = positions or (np.arange(q.shape[1]), np.arange(k.shape[1]))
+    blocks = _cuts(k.shape[1], cuts)
+    work = _work(backend, dims, rules, q.shape[1], k.shape[1], _longest(blocks), True, tally, progress, at)
     delta = np.full(lse.shape, np.nan, dims.accumulator)
     backend.delta(dout, out, delta)
     dq, dk, dv = (np.full(x.shape, np.nan, dims.accumulator) for x in (q, k, v))

@@ -45,17 +45,23 @@ def once(request):
         pytest.skip(f"in plain C, {dtype} by {isa} is {dtype} by {host.variant(isa, dtype)[0]}")
 
 
-def run(backend, dout, q, k, v, dtype, factor=2.0, cuts=(), **options):
-    """Forward and backward against the oracle; returns what came out."""
+def run(backend, dout, q, k, v, dtype, factor=2.0, cuts=(), order=None, **options):
+    """Forward and backward against the oracle; returns what came out.
+
+    order : positions of the rows of q and of k that the backend gets, where it does not get them in order
+    """
     true = kit.exact(dout, q, k, v, **options)
     same = kit.naive(dout, q, k, v, narrow=backend.isa in NARROW and dtype == "bfloat16", **options)
-    out, lse = kit.forward(backend, q, k, v, cuts=cuts, **options)
+    at_q, at_k = order or (slice(None), slice(None))
+    dout, q, k, v = dout[:, at_q], q[:, at_q], k[:, at_k], v[:, at_k]
+    true, same = ([x[0][:, at_q], x[1][:, :, at_q], x[2][:, at_q], x[3][:, at_k], x[4][:, at_k], *x[5:]] for x in (true, same))
+    out, lse = kit.forward(backend, q, k, v, cuts=cuts, positions=order, **options)
     size = kit.rms(true[1])
     kit.check("out", out, true[0], same[0], dtype, factor, size, same[5][0])
     # ln of a sum that was rounded once: an absolute error, however small lse is; with few keys it errs by what their scores do
     floor = max(np.finfo(lse.dtype).eps, same[5][4])
     kit.check("lse", lse, true[1], same[1], "float64" if dtype == "float64" else "float32", factor, floor=floor)
-    grads = kit.backward(backend, dout, q, k, v, out, lse, cuts=cuts, **options)
+    grads = kit.backward(backend, dout, q, k, v, out, lse, cuts=cuts, positions=order, **options)
     for name, got, want, near, floor in zip(("dq", "dk", "dv"), grads, true[2:], same[2:5], same[5][1:]):
         kit.check(name, got, want, near, dtype, factor, size, floor)
     return out, lse, *grads
@@ -91,6 +97,24 @@ def test_rules_and_types(backend, rule, dtype):
     q, k, v, dout = kit.arrays(rng, 2, 201, 201, 4, 2, 40, 24, dtype)
     run(backend, dout, q, k, v, dtype, **RULES[rule])
     run(backend, dout, q, k, v, dtype, cuts=(64, 65, 150), **RULES[rule])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("run_of_rows", [1, 8, 40, 130])
+def test_rows_in_any_order(backend, run_of_rows, dtype):
+    """What a panel sees of a tile then has gaps: between vectors of a panel, blocks of a tile, tiles of a task."""
+    rng = np.random.default_rng(run_of_rows)
+
+    def shuffled(rows):
+        starts = rng.permutation(np.arange(0, rows, run_of_rows))
+        return np.concatenate([np.arange(start, min(start + run_of_rows, rows)) for start in starts])
+
+    scores = ({}, {"softcap": 4.0}, {"alibi_slopes": (0.5, 0.1)})
+    sights = ({"causal": True}, {"window": (50, 20)}, {"causal": True, "documents": ((0, 30, 200, 300), (0, 100, 260, 500))})
+    for sight, bend in itertools.product(sights, scores):
+        q, k, v, dout = kit.arrays(rng, 1, 300, 500, 2, 1, 40, 24, dtype)
+        order = shuffled(300), shuffled(500)
+        run(backend, dout, q, k, v, dtype, cuts=() if bend else (330,), order=order, **sight, **bend)
 
 
 @pytest.mark.parametrize("d, dv", [(1, 1), (3, 17), (16, 8), (64, 64), (72, 80), (96, 96), (128, 128), (100, 512), (512, 33)])
