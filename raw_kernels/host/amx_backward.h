@@ -118,7 +118,7 @@ NOINLINE void add_gradients_carefully(gradient_panel *p, backward_room *w, const
 }
 
 #ifdef BURST_DOT
-/* P and dS of a block that is not bent, of two vectors of lanes, in registers.  Hidden pairs of a cut block are 0 whatever came out there. */
+/* P and dS of a block without a softcap, of two vectors of lanes, in registers.  Hidden pairs of a cut block are 0 whatever came out there. */
 INLINE void weigh_dots_again(backward_room *w, int64_t block, const gradient_panel *p, float factor, int64_t start, int lane, const int cut)
 {
     const rows_of k = keys_of(&w->tile, block), v = values_of(&w->tile, block);
@@ -127,10 +127,13 @@ INLINE void weigh_dots_again(backward_room *w, int64_t block, const gradient_pan
     const int first = lane / LANES;
     vec s[DOT_ROWS][3], weight[DOT_ROWS][2];
     dot_block(k.at, k.ld, query + lane, NR, w->terms_k / 2, s, 2);
+    UNROLL for (int h = 0; h < 2; h++) UNROLL for (int i = 0; i < DOT_ROWS; i++) s[i][h] = scored(s[i][h], factor);
+    if (w->how.alibi)
+        UNROLL for (int h = 0; h < 2; h++) UNROLL for (int i = 0; i < DOT_ROWS; i++) s[i][h] = tilted(&p->q, first + h, pos[i], s[i][h]);
     UNROLL for (int h = 0; h < 2; h++) {
         const vec lse = load(p->lse + lane + h * LANES), low = load(p->lse_low + lane + h * LANES);
         UNROLL for (int i = 0; i < DOT_ROWS; i++) {
-            vec x = exp2_short(fused(scored(s[i][h], factor), LOG2E, lse) - low);
+            vec x = exp2_short(fused(s[i][h], LOG2E, lse) - low);
             if (cut) x = if_seen(&p->q, first + h, pos[i], x, zero());
             weight[i][h] = x;
         }
@@ -169,30 +172,30 @@ NOINLINE void weigh_cut_again(backward_room *w, int64_t block, const gradient_pa
     }
 }
 
-/* P and dS of the blocks [from, to).  Where `seen` is given and scores are plain, vectors that see nothing of a block, nor
+/* P and dS of the blocks [from, to).  Where `seen` is given and there is no softcap, vectors that see nothing of a block, nor
  * lie between some that do, get none; all else that is hidden is 0. */
 NOINLINE void weigh_blocks(const gradient_panel *p, backward_room *w, const burst_block *b, int64_t from, int64_t to, const parts *seen)
 {
     enum { SOME = 4 }; /* blocks of which K and V stay in L1 for all vectors */
     const bf16_tile *t = &w->tile;
-    const int capped = w->how.softcap != 0, plain = !capped && !w->how.alibi;
+    const int capped = w->how.softcap != 0;
     share_out(&w->ahead, (to - from) * (VR / 2));
     for (int64_t block = from, n; block < to; block += n) {
         const int64_t start = (block - from) * KR * NR;
-        for (n = 0; plain && n < MIN(SOME, to - block) && (!seen || block_sight(&t->at, &p->q, block + n) == FULL);) n++;
+        for (n = 0; !capped && n < MIN(SOME, to - block) && (!seen || block_sight(&t->at, &p->q, block + n) == FULL);) n++;
         if (n) {
             weigh_full_again(w, block, n, p, SCORE_FACTOR(b), start);
             continue;
         }
         n = 1;
-        if (plain) {
+        if (!capped) {
             weigh_cut_again(w, block, p, SCORE_FACTOR(b), start, pairs_seen(seen, block - from));
             continue;
         }
         bf16_scores(keys_of(t, block), columns_of(p->query, b->d), w->terms_k, w->s[0], 0);
         bf16_scores(values_of(t, block), columns_of(p->dout, b->dim_v), w->terms_v, w->dp[0], 0);
         ask_shares(&w->ahead, VR / 2);
-        bend_scores(t, block, &p->q, b, &w->how, w->s[0], capped ? w->slopes : NULL);
+        bend_scores(t, block, &p->q, b, &w->how, w->s[0], w->slopes);
         weigh_any(w, w->s[0], w->dp[0], p, block, block_sight(&t->at, &p->q, block) != FULL, start);
     }
 }

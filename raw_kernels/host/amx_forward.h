@@ -169,6 +169,9 @@ INLINE void weigh_dots(forward_room *w, int64_t block, const panel *p, const uin
     vec s[DOT_ROWS][3];
     ask_shares(&w->ahead, 1);
     dot_block(k.at, k.ld, query + first * LANES, NR, depth / 2, s, NV);
+    UNROLL for (int j = 0; j < NV; j++) UNROLL for (int i = 0; i < DOT_ROWS; i++) s[i][j] = scored(s[i][j], factor);
+    if (w->how.alibi)
+        UNROLL for (int j = 0; j < NV; j++) UNROLL for (int i = 0; i < DOT_ROWS; i++) s[i][j] = tilted(&p->q, first + j, pos[i], s[i][j]);
     UNROLL for (int j = 0; j < NV; j++) {
         const int lane = (first + j) * LANES;
         const vec m = load(p->ref + lane);
@@ -176,7 +179,7 @@ INLINE void weigh_dots(forward_room *w, int64_t block, const panel *p, const uin
         UNROLL for (int i = 0; i < DOT_ROWS; i += 2) {
             vec x[2];
             UNROLL for (int r = 0; r < 2; r++) {
-                x[r] = exp2_vec(fused(scored(s[i + r][j], factor), LOG2E, m));
+                x[r] = exp2_vec(fused(s[i + r][j], LOG2E, m));
                 if (cut) x[r] = if_seen(&p->q, first + j, pos[i + r], x[r], zero());
                 total += x[r];
             }
@@ -205,7 +208,7 @@ NOINLINE void weigh_cut(forward_room *w, int64_t block, const panel *p, const ui
     }
 }
 
-/* P of the blocks [from, to) and their sums.  Where `seen` is given and scores are plain, vectors that see nothing of a block, nor lie
+/* P of the blocks [from, to) and their sums.  Where `seen` is given and there is no softcap, vectors that see nothing of a block, nor lie
  * between some that do, get none; all else that is hidden is 0. */
 INLINE void forward_weights(panel *p, forward_room *w, const burst_block *b, int64_t from, int64_t to, vec *sum, const parts *seen)
 {
@@ -213,7 +216,7 @@ INLINE void forward_weights(panel *p, forward_room *w, const burst_block *b, int
     const bf16_tile *t = &w->tile;
     const pairs_of query = columns_of(p->query, b->d);
     const int64_t depth = TERMS_OF(b->d);
-    const int plain = w->how.softcap == 0 && !w->how.alibi;
+    const int plain = w->how.softcap == 0;
     for (int64_t block = from, n; block < to; block += n) {
         uint32_t *pairs = w->p + (block - from) * KR / 2 * NR;
         for (n = 0; plain && n < MIN(SOME, to - block) && (!seen || block_sight(&t->at, &p->q, block + n) == FULL);) n++;
@@ -301,7 +304,7 @@ NOINLINE int forward_tile(panel *p, forward_room *w, const call *c, int64_t batc
     if (from == to) return 0;
     const int careful = t->wild_v && !full;
     share_out(&w->ahead, (to - from) * SHARES);
-    const int64_t lead = p->unset && !p->wide && !careful ? leading_block(t, &p->q, from, to, 0) : from;
+    const int64_t lead = p->unset && !p->wide && !careful ? leading_block(t, &p->q, from, to, c->from_last) : from;
     if (lead > from) { /* all lanes get their m at once, so that nobody waits */
         forward_classic(p, w, c, batch, head, lead, lead + 1, 0);
         forward_range(p, w, c, batch, head, from, lead, 0);

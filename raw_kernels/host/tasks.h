@@ -70,7 +70,7 @@ INLINE void *take(arena *a, int64_t bytes)
 #endif
 #endif
 
-#ifdef BURST_AMX
+#if defined(BURST_AMX) && !defined(BURST_DOT)
 #define KEYS_FROM_LAST 0
 #else
 #define KEYS_FROM_LAST 1
