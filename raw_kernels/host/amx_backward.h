@@ -290,7 +290,7 @@ static int64_t backward_task(backward_room *w, call *c, int thread, task *k, int
     const float scale_k = (float)b->scale / QUERY_FACTOR(b); /* Q brings the rest */
     int64_t computed = 0;
     for (int64_t i = 0; i < k->n; i++)
-        if (next_tile(c, k->sees[i], k->start, k->end) == k->end) {
+        if (sees_no_more(c, k, i, k->start)) {
             open_gradient(&w->panels[i], c, k->batch, k->head, k->first + i);
             close_gradient(&w->panels[i], c, k->batch, k->head, w->rows, w->ld);
             k->opened[i] = 1;
@@ -311,7 +311,7 @@ static int64_t backward_task(backward_room *w, call *c, int thread, task *k, int
             if (!sees_tile(c, k->sees[i], index)) continue;
             if (!k->opened[i]) open_gradient_panel(p, w, c, k->batch, k->head, k->first + i);
             k->opened[i] = 1;
-            const int last = next_tile(c, k->sees[i], index + 1, k->end) == k->end;
+            const int last = sees_no_more(c, k, i, index + 1);
 #ifdef BURST_DOT
             const int parting = after == k->end && turn + 1 == turns; /* from this task */
             w->ahead = (shares){.n = 7};

@@ -324,7 +324,7 @@ static int64_t forward_task(forward_room *w, call *c, int thread, task *k)
     const int64_t kv_head = k->kv_head;
     int64_t computed = 0;
     for (int64_t i = 0; i < k->n; i++)
-        if (next_tile(c, k->sees[i], k->start, k->end) == k->end) {
+        if (sees_no_more(c, k, i, k->start)) {
             open_panel(&w->panels[i], w, c, k->batch, k->head, k->first + i);
             close_panel(&w->panels[i], c, k->batch, k->head, w->rows, w->ld);
             k->opened[i] = 1;
@@ -339,7 +339,7 @@ static int64_t forward_task(forward_room *w, call *c, int thread, task *k)
             if (!sees_tile(c, k->sees[i], index)) continue;
             if (!k->opened[i]) open_panel(p, w, c, k->batch, k->head, k->first + i);
             k->opened[i] = 1;
-            const int last = next_tile(c, k->sees[i], index + 1, k->end) == k->end;
+            const int last = sees_no_more(c, k, i, index + 1);
             const int parting = after == k->end && turn + 1 == turns; /* from this task */
             stream *ahead = w->ahead.of;
             w->ahead = (shares){.n = 4};

@@ -264,7 +264,7 @@ static int64_t backward_task(backward_room *w, call *c, int thread, task *k, int
     const int64_t keys = ROUND_UP(c->tile_keys, KR);
     int64_t computed = 0;
     for (int64_t i = 0; i < k->n; i++)
-        if (next_tile(c, k->sees[i], k->start, k->end) == k->end) {
+        if (sees_no_more(c, k, i, k->start)) {
             open_gradient(&w->panels[i], c, k->batch, k->head, k->first + i);
             close_gradient(&w->panels[i], c, k->batch, k->head, w->rows, w->ld);
             k->opened[i] = 1;
@@ -289,7 +289,7 @@ static int64_t backward_task(backward_room *w, call *c, int thread, task *k, int
             if (!k->opened[i]) open_gradient_panel(p, c, k->batch, k->head, k->first + i);
             k->opened[i] = 1;
             stream ahead[7] = {0}; /* K, V, dK, dV, Q, dO, dQ */
-            const int last = next_tile(c, k->sees[i], index + 1, k->end) == k->end;
+            const int last = sees_no_more(c, k, i, index + 1);
             const int parting = after == k->end && turn + 1 == turns; /* from this task */
             stream_keys(ahead, c, k, after, &behind, turn, turns);
             stream_sums(ahead + 2, c, &w->tile, k->batch, k->kv_head, turn, turns);

@@ -215,7 +215,7 @@ static int64_t forward_task(forward_room *w, call *c, int thread, task *k)
     const int to_type = b->final.data ? (int)b->type : (int)TYPE_OF_REAL;
     int64_t computed = 0;
     for (int64_t i = 0; i < k->n; i++)
-        if (next_tile(c, k->sees[i], k->start, k->end) == k->end) {
+        if (sees_no_more(c, k, i, k->start)) {
             open_panel(&w->panels[i], w, c, k->batch, k->head, k->first + i);
             close_panel(&w->panels[i], c, k->batch, k->head, w->rows, w->ld);
             k->opened[i] = 1;
@@ -242,7 +242,7 @@ static int64_t forward_task(forward_room *w, call *c, int thread, task *k)
             const int parting = after == k->end && turn + 1 == turns; /* from this task */
             stream_keys(ahead, c, k, after, &behind, turn, turns);
             ahead[2] = stream_panel(&b->q, c, parting ? &behind : k, parting ? 0 : i + 1, b->d);
-            const int last = next_tile(c, k->sees[i], index + 1, k->end) == k->end;
+            const int last = sees_no_more(c, k, i, index + 1);
             ahead[3] = stream_of(to, k->batch, k->head, p->row, last ? p->row + p->count : p->row, b->dim_v, to_type);
             collect(&w->soon, ahead, 4);
             computed += forward_tile(p, w, b);

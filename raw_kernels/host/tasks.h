@@ -227,6 +227,9 @@ NOINLINE task task_of(const call *c, int64_t t)
     return k;
 }
 
+/* Whether panel i of a task sees no tile from `tile` on */
+INLINE int sees_no_more(const call *c, const task *k, int64_t i, int64_t tile) { return next_tile(c, k->sees[i], tile, k->end) == k->end; }
+
 /* Panels that see a tile */
 INLINE int64_t panels_at(const call *c, const task *k, int64_t tile)
 {
