@@ -105,7 +105,7 @@ def load(name: str, main: Path, flags: list[str]) -> ctypes.CDLL:
             if library := _loaded(path):
                 return library
         raise
-    path = folder / f"{what}-{_who(command)}.so"
+    path = _file(folder, what, command)
     if library := _loaded(path):
         return library
     try:
@@ -123,9 +123,13 @@ def load(name: str, main: Path, flags: list[str]) -> ctypes.CDLL:
 def is_built(name: str, main: Path, flags: list[str]) -> bool:
     """Whether ``load`` finds it in the cache; whether it is sound is seen when it is loaded."""
     try:
-        return (cache_folder() / f"{name}-{_what(main, flags)}-{_who(compiler())}.so").exists()
+        return _file(cache_folder(), f"{name}-{_what(main, flags)}", compiler()).exists()
     except BuildError:
         return False
+
+
+def _file(folder: Path, what: str, command) -> Path:
+    return folder / f"{what}-{_who(command)}.so"
 
 
 def _what(main: Path, flags) -> str:

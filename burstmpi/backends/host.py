@@ -254,10 +254,10 @@ def _buildable(isas) -> tuple[str, tuple[str, ...]]:
     A compiler may be older than the CPU; and whether there is one at all must be known before the first call.  What was built before
     is taken first, as a compiler's refusal is not kept.
     """
-    errors = []
+    errors, ways = [], jump_flags()
     for isa in isas:
         probe = lambda jumps: (f"probe-{isa}", _sources() / "probe.c", [*BASE_FLAGS, *FLAGS[variant(isa, "bfloat16")], *jumps])  # noqa: B023, E731
-        for jumps in sorted(jump_flags(), key=lambda jumps: not compile.is_built(*probe(jumps))):  # noqa: B023
+        for jumps in sorted(ways, key=lambda jumps: len(ways) > 1 and not compile.is_built(*probe(jumps))):  # noqa: B023
             try:
                 compile.load(*probe(jumps))
                 return isa, jumps

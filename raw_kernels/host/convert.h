@@ -170,10 +170,16 @@ NOINLINE void put_row(char *dst, int64_t step, int64_t n, const REAL *restrict s
     }
 }
 
-/* Rows that can be read and written where they lie: dense, of REAL, in whole vectors. */
+/* Rows of REAL with no gaps between columns */
+INLINE int is_dense(const burst_array *x, int type)
+{
+    return type == (int)TYPE_OF_REAL && x->step[3] == sizeof(REAL) && x->step[1] % (int64_t)sizeof(REAL) == 0;
+}
+
+/* Rows that can be read and written where they lie: dense, in whole vectors. */
 INLINE int is_even(const burst_array *x, int64_t n, int type)
 {
-    return type == (int)TYPE_OF_REAL && x->step[3] == sizeof(REAL) && x->step[1] % (int64_t)sizeof(REAL) == 0 && n % LANES == 0;
+    return is_dense(x, type) && n % LANES == 0;
 }
 
 /* rows [NR, n] of REAL at row stride ld -> panel[c][lane]: the first `count` lanes; others become 0 */

@@ -71,7 +71,7 @@ NOINLINE int pack_rows(const burst_array *x, int64_t n, int type, int64_t batch,
                      REAL *rows, int64_t ld)
 {
     int wild = 0;
-    if (type == (int)TYPE_OF_REAL && x->step[3] == sizeof(REAL) && x->step[1] % (int64_t)sizeof(REAL) == 0)
+    if (is_dense(x, type))
         wild = load_rows_same((const REAL *)row_at(x, batch, first + from, head), x->step[1] / (int64_t)sizeof(REAL), to - from, n,
                               rows + from * ld, ld);
     else
@@ -120,7 +120,7 @@ NOINLINE int pack_leaves(const burst_array *x, int64_t n, int type, int64_t batc
                          REAL *leaves, int64_t leaf)
 {
     enum { SOME = 64 };
-    if (type == (int)TYPE_OF_REAL && x->step[3] == sizeof(REAL) && x->step[1] % (int64_t)sizeof(REAL) == 0)
+    if (is_dense(x, type))
         return pack_leaves_same((const REAL *)row_at(x, batch, first + from, head), x->step[1] / (int64_t)sizeof(REAL), to - from, n,
                                 leaves + from * KR, leaf);
     int wild = 0;
