@@ -220,6 +220,27 @@ def test_strides_change_no_bit(backend, dtype):
     assert all((a == b).all() for a, b in zip(want_g, got_g))
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 37, 3, 5), (1, 300, 2, 64), (2, 5, 1, 200), (3, 0, 2, 8)], ids=str)
+def test_sums_become_the_callers_type_as_numpy_rounds(backend, shape, dtype):
+    rng = np.random.default_rng(5)
+    bits = rng.integers(0, 2**32, shape, np.uint32)  # every exponent: subnormals, what overflows, infinities, NaN
+    bits.flat[::3] &= 0xFFFF_F000  # and ties
+    sums = bits.view(np.float32)
+    with np.errstate(all="ignore"):
+        want = sums.astype(kit.DTYPES[dtype])
+    for source in (sums, strided(sums, rng)):
+        for target in (np.empty_like(want), strided(want, rng)):
+            target[...] = 7
+            backend.copy(target, source)
+            nan = np.isnan(want)
+            np.testing.assert_array_equal(np.isnan(target), nan)
+            np.testing.assert_array_equal(target.view(np.uint16)[~nan], want.view(np.uint16)[~nan])
+            if target.base is not None:  # a view into NaN: nothing was written between its numbers
+                target[...] = np.nan
+                assert np.isnan(target.base).all()
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("options", [{"causal": True}, {"window": (9, 3)}, {"documents": (0, 20, 77, 160)}, {}], ids=str)

@@ -202,7 +202,7 @@ class _Library:
         self.scratch_bytes = library.burst_scratch_bytes
         self.scratch_bytes.restype = ctypes.c_int64
         self.scratch_bytes.argtypes = [ctypes.POINTER(_Block), ctypes.c_int64]
-        for verb in ("tame", *(("attend_backward", "delta") if backward else ("attend",))):
+        for verb in ("tame", *(("attend_backward", "delta", "round") if backward else ("attend",))):
             found = getattr(library, f"burst_{verb}")
             found.argtypes = [ctypes.POINTER(_Block)]
             setattr(self, verb, found)
@@ -339,6 +339,15 @@ class HostBackend(NumpyBackend):
         block = _Block(batch=batch, rows_q=rows, heads=heads, dim_v=width, type=TYPES[_name(dout.dtype)], threads=_Team.of(self.threads))
         block.dout, block.final, block.delta = _array(dout), _array(out), _vector(delta)
         self._of(dout.dtype, backward=True)[0].delta(block)
+
+    def copy(self, target, source) -> None:
+        """target[...] = source, rounded once: sums to the caller's type by all threads."""
+        if _name(target.dtype) not in ("float16", "bfloat16") or _name(source.dtype) != "float32" or target.ndim != 4:
+            return super().copy(target, source)
+        batch, rows, heads, width = target.shape
+        block = _Block(batch=batch, rows_q=rows, heads=heads, dim_v=width, type=TYPES[_name(target.dtype)], threads=_Team.of(self.threads))
+        block.out, block.final = _array(source), _array(target)
+        self._of(target.dtype, backward=True)[0].round(block)
 
     def attend(self, q, k, v, out, lse, work: Work, *, first, final=None) -> None:
         """(out, lse) ← (out, lse) ⊕ attend(q, k, v); see ``base.Backend.attend``."""

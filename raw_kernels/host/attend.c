@@ -110,6 +110,29 @@ void burst_delta(burst_block *b)
                 *entry_at(&b->delta, batch, head, row) = all[0] + rest;
             }
 }
+
+/* final = out, rounded once; where heads follow each other in both, all of a row at once */
+void burst_round(burst_block *b)
+{
+    const int64_t size = SIZE_OF_TYPE[b->type], real = (int64_t)sizeof(REAL);
+    const int dense = b->out.step[3] == real && b->final.step[3] == size && b->out.step[2] == b->dim_v * real && b->final.step[2] == b->dim_v * size;
+    const int64_t heads = dense ? 1 : b->heads, n = dense ? b->heads * b->dim_v : b->dim_v;
+#ifdef _OPENMP
+#pragma omp parallel for collapse(2) num_threads((int)MAX(1, b->threads))
+#endif
+    for (int64_t batch = 0; batch < b->batch; batch++)
+        for (int64_t row = 0; row < b->rows_q; row++)
+            for (int64_t head = 0; head < heads; head++) {
+                const char *from = row_at(&b->out, batch, row, head);
+                char *to = row_at(&b->final, batch, row, head);
+                REAL room[64];
+                for (int64_t c = 0, some; c < n; c += some) {
+                    some = b->out.step[3] == real ? n : MIN(64, n - c);
+                    const REAL *x = as_real(from + c * b->out.step[3], b->out.step[3], some, room, TYPE_OF_REAL);
+                    store_row(to + c * b->final.step[3], b->final.step[3], some, x, 1, (int)b->type);
+                }
+            }
+}
 #endif
 
 /* Whether all numbers of an array are finite and neither huge nor, as a whole, tiny: then float32 may be split. */
