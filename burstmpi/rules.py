@@ -25,7 +25,7 @@ from . import checks
 
 __all__ = ["Rules", "Scores", "Sight", "boundaries", "sees"]
 
-CHUNK = 1 << 16  # rows of index arithmetic at a time: temporaries stay below a few MiB
+CHUNK = 1 << 12  # rows of index arithmetic at a time: larger temporaries are pages of their own, mapped and cleared each time (5 times as slow)
 
 
 @dataclass(frozen=True)
