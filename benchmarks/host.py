@@ -269,26 +269,20 @@ def threads(isa, repeats):
 FIRST = """
 import sys, time
 import ml_dtypes, numpy as np
-from burstmpi.backends import base, host
-from burstmpi.checks import accumulator
-from burstmpi.rules import Rules, Sight
+from mpi4py import MPI
+from burstmpi import BurstAttention
 q = np.ones((1, 64, 1, 64), ml_dtypes.bfloat16 if sys.argv[1] == "bfloat16" else sys.argv[1])
 start = time.perf_counter()
-backend, rules, acc = host.HostBackend(), Rules(), accumulator(q.dtype)
-dims, scores = base.Dims(1, 1, 1, 64, 64, q.dtype, acc), rules.scores(64)
-sight = Sight(*rules.intervals(np.arange(64), 64, 64), np.arange(64, dtype=np.int32))
-work = lambda backward: base.Work(sight, scores, backend.allocate(backend.scratch_bytes(dims, scores, 64, 64, backward)))
-sums, final, (lse, delta) = np.empty((4, *q.shape), acc), np.empty_like(q), np.empty((2, 1, 1, 64), acc)
-backend.attend(q, q, q, sums[0], lse, work(False), first=True, final=final)
+attn = BurstAttention(MPI.COMM_SELF, backend="host")
+out, lse = attn.forward(q, q, q)
 forward = time.perf_counter()
-backend.delta(q, final, delta)
-backend.attend_backward(q, q, q, q, lse, delta, *sums[1:], work(True), fresh_q=True, fresh_kv=True)
+attn.backward(q, q, q, q, out, lse)
 print(forward - start, time.perf_counter() - forward)
 """
 
 
 def first():
-    """Seconds from the backend's making to the end of its first forward, and of its first backward then, by the clock on the wall: needs an idle machine."""
+    """Seconds of a program's first forward, with all that comes before it but imports, and of its first backward then, by the clock on the wall: needs an idle machine."""
     for dtype in DTYPES:
         with tempfile.TemporaryDirectory() as cache:
             environ = {**os.environ, "BURSTMPI_CACHE": cache}

@@ -49,7 +49,7 @@ def parts_of(attn):
     (space,), plan = attn._spaces.values(), list(attn._plans.values())[-1]
     there, start = written(space.arena)
     page, parts = os.sysconf("SC_PAGE_SIZE"), {}
-    for name, (offset, shape, dtype) in plan.rooms["backward"].fields.items():
+    for name, (offset, shape, dtype) in plan.room("backward").fields.items():
         size = int(np.prod(shape)) * dtype.itemsize
         at = space.arena.ctypes.data + offset - start
         parts[name] = (size, int(there[at // page : -(-(at + size) // page)].sum()) * page if size else 0)

@@ -135,6 +135,8 @@ class BurstAttention:
         self._plans: dict[tuple, Plan] = {}
         self._planned = 0  # plans made so far, the same number on every rank
         self._host = None  # the backend of NumPy arrays
+        self._spare = None  # that of calls whose kernels cannot be built
+        self._unbuilt: set[str] = set()  # their types
         self._gpus: dict[int, backends.Backend] = {}  # those of devices
         self._spaces: dict[int, Workspace] = {}  # by id of the backend
         self._seated: set[int] = set()  # devices that ranks have compared
@@ -239,6 +241,23 @@ class BurstAttention:
         if self._asked not in ("auto", "cuda"):
             raise TypeError(f"{name}: is on GPU {device}, but backend={self._asked!r} computes on the host")
         return self._gpu(device)
+
+    def _able(self, backend, dtype, ways):
+        """The backend, once it has what it takes for a type and ``ways`` (whether backward); for "auto" NumPy's where that cannot be had.
+
+        A cache folder may hold the kernels of one type and not those of another, on a node with no compiler or with no room left.
+        """
+        try:
+            if dtype.name not in self._unbuilt:
+                for way in ways:
+                    backend.prepare(dtype, way)
+                return backend
+        except backends.BuildError as error:
+            if self._asked != "auto":
+                raise ValueError(f"backend: {self._asked!r} cannot be used: {error}") from None
+            self._unbuilt.add(dtype.name)
+            self._spare = self._spare or backends.instead(error, stacklevel=8)
+        return self._spare
 
     def _space(self, backend) -> Workspace:
         """The workspace for a backend."""
@@ -350,7 +369,7 @@ class BurstAttention:
         """Forward itself, over a Ring or a Rehearsal."""
         backend = plan.backend
         (q, k, v), out, lse = arrays.values(), results["out"], results["lse"]
-        room = plan.rooms["forward"].views(backend, space.arena)
+        room = plan.room("forward").views(backend, space.arena)
         state = room.get("out", out)
         steps = plan.steps["kv"]
         busy = [step.index for step in steps if step.compute]
@@ -408,7 +427,7 @@ class BurstAttention:
         """Backward itself, over a Ring or a Rehearsal."""
         backend, travels = plan.backend, plan.travels
         q, k, v, dout, out, lse = arrays.values()
-        room = plan.rooms["backward"].views(backend, space.arena)
+        room = plan.room("backward").views(backend, space.arena)
         sums = {name: room.get(name, result) for name, result in results.items()}
         delta = room["delta"]
         ring.complete(backend.delta(dout, out, delta))
@@ -574,7 +593,7 @@ class BurstAttention:
             for name, x in apart:
                 if name != "lse":
                     kinds.check_layout(name, x)
-        backend = self._serving(device, "q")
+        backend = self._able(self._serving(device, "q"), dims.dtype, ["dout" in arrays])
         with backend.on():  # here, so that a rank that has no memory for them is heard by all
             for name in results:
                 if results[name] is None:
@@ -646,7 +665,8 @@ class BurstAttention:
             there = self._asked == "cuda" if gpu is None else checks.flag("gpu", gpu)
             checks.shapes(q, k, v)
             dims = self._dims(q, k, v, checks.element_type("dtype", dtype), there)
-            return dims, (q[1], k[1]), self._serving(kinds.current_device() if there else None, "gpu")
+            serving = self._serving(kinds.current_device() if there else None, "gpu")
+            return dims, (q[1], k[1]), self._able(serving, dims.dtype, [False, True] if backward else [False])
 
         plan, _ = self._meet({"call": "workspace_bytes", "backward": backward}, look)
         nbytes = max(plan.nbytes("forward"), plan.nbytes("backward") if backward else 0)

@@ -51,7 +51,7 @@ class Plan:
         self.parcel_runs = {travels: self._parcel_runs(travels) for travels in TRAVELS}
         self.travels = self._cheaper() if backward == "auto" else backward
         self.steps = {travels: self.ways[travels].steps(self.rank, self.guests[travels]) for travels in TRAVELS}
-        self.rooms = {call: self._room(call) for call in ("forward", "backward")}  # workspaces, as arrays
+        self._rooms: dict[str, Blueprint] = {}
         self._tile_pairs: dict[str, tuple[int, int]] = {}
 
     def _way(self, guests, ring) -> schedule.Way:
@@ -117,8 +117,16 @@ class Plan:
 
     # ------------------------------------------------------------ workspace
 
+    def room(self, call) -> Blueprint:
+        """The workspace of "forward" or "backward", as arrays in one run of bytes.
+
+        Made when it is first asked for: its size is told by kernels, which a call that never comes need not have compiled.
+        """
+        if call not in self._rooms:
+            self._rooms[call] = self._room(call)
+        return self._rooms[call]
+
     def _room(self, call) -> Blueprint:
-        """The workspace of "forward" or "backward", as arrays in one run of bytes."""
         dims, travels = self.dims, "kv" if call == "forward" else self.travels
         rows_q, rows_k = self.where_q.rows[self.rank], self.where_k.rows[self.rank]
         visitors = [step.guest for step in self.steps[travels] if step.guest is not None and step.index > 0]
@@ -157,17 +165,17 @@ class Plan:
 
     def nbytes(self, call) -> int:
         """Bytes of workspace of a call."""
-        return self.rooms[call].nbytes
+        return self.room(call).nbytes
 
     def index_bytes(self, call) -> int:
         """Bytes of the longest index vectors that are made at once."""
-        fields = self.rooms[call].fields
+        fields = self.room(call).fields
         (queries,), (keys,) = fields["at"][1], fields["pos"][1]
         return 4 * max(3 * queries, keys)
 
     def lane_bytes(self, call) -> dict:
         """The largest message of each kind, see ``transport.LANES``."""
-        size = lambda name: self.rooms[call].fields[name][1][0] if name in self.rooms[call].fields else 0  # noqa: E731
+        size = lambda name: self.room(call).fields[name][1][0] if name in self.room(call).fields else 0  # noqa: E731
         return {
             "cargo out": size("here"), "cargo in": size("there"),
             "partial out": size("fresh"), "partial in": size("arriving"), "home in": size("home"),

@@ -1,5 +1,7 @@
 """The interface as programs use it: communicators, buffers, strides, statistics."""
 
+import warnings
+
 import numpy as np
 import pytest
 from mpi4py import MPI
@@ -7,6 +9,7 @@ from support import check, collect, problem, run, shards, truth
 
 import burstmpi
 from burstmpi import BurstAttention
+from burstmpi.backends import BACKENDS, compile, host
 from burstmpi.backends.numpy import NumpyBackend
 
 pytestmark = pytest.mark.mpi
@@ -204,3 +207,58 @@ def test_merge_of_parts_from_the_ring(comm):
 def test_public_names():
     assert set(burstmpi.__all__) <= set(dir(burstmpi))
     assert burstmpi.__doc__ and all(getattr(burstmpi, name).__doc__ for name in burstmpi.__all__)
+
+
+needs_compiler = pytest.mark.skipif(not any(map(compile.shutil.which, ("cc", "gcc", "clang"))), reason="no C compiler")
+
+
+@needs_compiler
+def test_numpy_arrays_go_to_the_compiled_kernels(comm):
+    with BurstAttention(comm) as attn:
+        run(attn, problem(10))
+        assert attn.stats.backend == "host"
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty cache folder of this rank, and kernels that are compiled quickly."""
+    monkeypatch.setenv("BURSTMPI_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(host, "_LIBRARIES", {})
+    monkeypatch.setitem(BACKENDS, "host", lambda: host.HostBackend("portable", threads=1, extra_flags=("-O0",)))
+    return tmp_path / "cache"
+
+
+@needs_compiler
+@pytest.mark.mpi(ranks=(1, 2))
+def test_a_call_waits_for_its_own_kernels_alone(comm, cache):
+    p = problem(10)
+    with BurstAttention(comm, causal=True) as attn:
+        q, k, v, _ = shards(attn, p)
+        attn.forward(q, k, v)
+        assert [path.name.split("-")[3] for path in cache.glob("host-*.so")] == ["forward"]
+
+
+@needs_compiler
+@pytest.mark.mpi(ranks=(1, 2))
+@pytest.mark.parametrize("backend", ["auto", "host"])
+def test_kernels_of_another_type_that_cannot_be_built(comm, cache, monkeypatch, backend):
+    """The last rank loses its compiler between two calls; the cache has what the first one needed."""
+    ours, theirs = problem(10, dtype="float32"), problem(10)
+    poor = comm.rank == comm.size - 1
+    with BurstAttention(comm, causal=True, backend=backend) as attn:
+        check(run(attn, ours), truth(ours, {"causal": True}))
+        if poor:
+            monkeypatch.setenv("PATH", "")
+            monkeypatch.delenv("CC", raising=False)
+        if backend == "host":
+            with pytest.raises(ValueError, match="backend: 'host' cannot be used: no C compiler"):
+                run(attn, theirs)
+        else:
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                check(run(attn, theirs), truth(theirs, {"causal": True}))
+                check(run(attn, theirs), truth(theirs, {"causal": True}))
+            assert [x for x in told if "NumPy serves" in str(x.message)] == told and len(told) == poor
+            assert attn.stats.backend == ("numpy" if poor else "host")
+        check(run(attn, ours), truth(ours, {"causal": True}))
+        assert attn.stats.backend == "host"

@@ -11,7 +11,7 @@ from .host import BuildError, HostBackend
 from .numpy import NumpyBackend
 from .reference import ReferenceBackend
 
-__all__ = ["BACKENDS", "NAMES", "choose", "on_gpu"]
+__all__ = ["BACKENDS", "NAMES", "BuildError", "choose", "instead", "on_gpu"]
 
 BACKENDS = {"host": HostBackend, "numpy": NumpyBackend, "reference": ReferenceBackend}
 NAMES = ("auto", *BACKENDS, "cuda")
@@ -28,17 +28,22 @@ def choose(name: str) -> Backend:
     checks.choice("backend", name, NAMES)
     if name == "auto":
         try:
-            return HostBackend()
+            return BACKENDS["host"]()
         except BuildError as error:
-            text = f"burstmpi: compiled kernels are not available, NumPy serves, many times slower: {error}"
-            warnings.warn(text, RuntimeWarning, stacklevel=2)
-            return NumpyBackend()
+            return instead(error, stacklevel=3)
     if name == "cuda":
         return on_gpu(None, deterministic=False)
     try:
         return BACKENDS[name]()
     except BuildError as error:
         raise ValueError(f"backend: {name!r} cannot be used: {error}") from None
+
+
+def instead(error: BuildError, stacklevel: int) -> Backend:
+    """Make the backend that serves where kernels cannot be built, and warn of it."""
+    text = f"burstmpi: compiled kernels are not available, NumPy serves, many times slower: {error}"
+    warnings.warn(text, RuntimeWarning, stacklevel=stacklevel)
+    return NumpyBackend()
 
 
 def on_gpu(device: int | None, *, deterministic: bool) -> Backend:

@@ -86,6 +86,9 @@ class Backend(Protocol):
     def call(self):
         """A context for one call of forward or backward."""
 
+    def prepare(self, dtype, backward: bool) -> None:
+        """Have what computes blocks of that type, before anything is asked of it; raise BuildError where it cannot be had."""
+
     def allocate(self, nbytes: int):
         """Give a one-dimensional buffer of bytes, aligned to buffers.ALIGN; raise MemoryError with the number."""
 

@@ -311,6 +311,9 @@ class HostBackend(NumpyBackend):
         """
         return _libraries(self._variants(dtype), bool(backward), self._extra)
 
+    def prepare(self, dtype, backward: bool) -> None:
+        self._of(dtype, backward)
+
     def _unit(self, dtype) -> _Library:
         """Whose tiles are counted: those of the last variant, in either direction, so that none is compiled for it."""
         which = self._variants(dtype)[-1]

@@ -49,6 +49,9 @@ class NumpyBackend:
         size = prod(shape) * dtype.itemsize
         return buffer[offset : offset + size].view(dtype).reshape(shape)
 
+    def prepare(self, dtype, backward):
+        """Nothing is compiled."""
+
     def on(self):
         """There is nowhere else to be."""
         return nullcontext()
