@@ -82,6 +82,19 @@ NOINLINE void open_state(panel *p, const call *c, int64_t batch, int64_t head, i
     rows_to_panel(rows, ld, p->count, b->dim_v, 1, p->out);
 }
 
+/* (ref + rest) / LOG2E, rounded once: where REAL is double too, as at scores of some hundreds an error of lse is what P errs by. */
+INLINE REAL in_scores_unit(REAL ref, double rest)
+{
+    const double sum = (double)ref + rest, whole = sum / LOG2E;
+#ifdef BURST_DOUBLE
+    const double back = sum - ref, lost = (ref - (sum - back)) + (rest - back); /* ref + rest = sum + lost, exactly */
+    const double more = whole + (fma(-whole, LOG2E, sum) + lost) / LOG2E;
+    return isfinite(sum) ? more : whole;
+#else
+    return (REAL)whole;
+#endif
+}
+
 NOINLINE void close_panel(panel *p, const call *c, int64_t batch, int64_t head, REAL *rows, int64_t ld)
 {
     const burst_block *b = c->b;
@@ -101,8 +114,7 @@ NOINLINE void close_panel(panel *p, const call *c, int64_t batch, int64_t head, 
     else
         panel_to_rows(p->out, inverse, b->dim_v, rows, ld);
     REAL lse[NR];
-    for (int i = 0; i < NR; i++)
-        lse[i] = (REAL)(((double)p->ref[i] + ((double)p->low[i] + log2_of((double)p->l[i]))) / LOG2E);
+    for (int i = 0; i < NR; i++) lse[i] = in_scores_unit(p->ref[i], (double)p->low[i] + log2_of((double)p->l[i]));
     for (int i = 0; i < p->count; i++) {
         if (!direct) store_row(row_at(to, batch, p->row + i, head), to->step[3], b->dim_v, rows + i * ld, 1, type);
         *entry_at(&b->lse, batch, head, p->row + i) = lse[i];
