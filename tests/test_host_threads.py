@@ -160,6 +160,45 @@ def test_number_of_threads(monkeypatch):
     assert host.threads_here() == 1  # not bound: shared among four ranks
 
 
+@pytest.mark.parametrize(
+    "environ, cores, want, paid",
+    [
+        ({"SLURM_STEP_TASKS_PER_NODE": "2(x2),4", "SLURM_NODEID": "1", "SLURM_CPUS_ON_NODE": "12"}, 12, 6, 1),  # the job's cores, shared
+        ({"SLURM_STEP_TASKS_PER_NODE": "2(x2),4", "SLURM_NODEID": "2", "SLURM_CPUS_ON_NODE": "12"}, 16, 3, 1),  # and no more than these
+        ({"SLURM_STEP_TASKS_PER_NODE": "2(x2),4", "SLURM_NODEID": "0", "SLURM_CPUS_ON_NODE": "12"}, 5, 5, 1),  # bound by srun
+        ({"SLURM_STEP_TASKS_PER_NODE": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "8", "SLURM_CPUS_ON_NODE": "16"}, 16, 2, 1),  # mpirun in Slurm
+        ({"SLURM_STEP_TASKS_PER_NODE": "3", "SLURM_NODEID": "5"}, 16, 16, 2),  # nothing that can be believed
+        ({"MPI_LOCALNRANKS": "4"}, 16, 4, 1),
+        ({}, 16, 16, 2),
+    ],
+    ids=str,
+)
+def test_threads_under_a_launcher(monkeypatch, environ, cores, want, paid):
+    """paid: where a quota pays for 2.5 cores"""
+    for name in [x for x in os.environ if x.startswith(("OMP", "SLURM", "MPI_", "MV2_"))]:
+        monkeypatch.delenv(name)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)), raising=False)
+    monkeypatch.setattr("os.cpu_count", lambda: 16)
+    monkeypatch.setattr(host, "_quota", lambda: float("inf"))
+    assert host.threads_here() == want
+    monkeypatch.setattr(host, "_quota", lambda: 2.5)
+    assert host.threads_here() == paid
+
+
+@pytest.mark.parametrize("outer, inner, want", [("max", "max", np.inf), ("300000", "max", 3), ("300000", "150000", 1.5), (None, "50000", 0.5)])
+def test_a_containers_quota(tmp_path, outer, inner, want):
+    deep = tmp_path / "cgroup" / "pod" / "box"
+    deep.mkdir(parents=True)
+    for folder, most in ((deep.parent, outer), (deep, inner)):
+        if most:
+            (folder / "cpu.max").write_text(f"{most} 100000\n")
+    (tmp_path / "self").write_text("1:name=systemd:/x\n0::/pod/box\n")
+    assert host._quota(tmp_path / "cgroup", tmp_path / "self") == want
+    assert host._quota(tmp_path / "cgroup", tmp_path / "nothing") == np.inf
+
+
 def test_too_little_scratch_is_refused(isa):
     rng = np.random.default_rng(0)
     q, k, v, _ = kit.arrays(rng, 1, 64, 64, 1, 1, 16, 16, "float32")

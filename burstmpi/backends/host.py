@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import re
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from pathlib import Path
@@ -130,14 +131,51 @@ def available() -> list[str]:
 
 
 def threads_here() -> int:
-    """Threads of this rank: OMP_NUM_THREADS, else its cores, shared with the node's other ranks where not bound."""
+    """Threads of this rank: OMP_NUM_THREADS, else its cores, shared with the node's other ranks where not bound.
+
+    Cores are those of the job where Slurm tells them, and no more than a container's quota pays for.
+    """
     told = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     if told.isdigit() and int(told) > 0:
         return int(told)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    ranks = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or os.environ.get("MPI_LOCALNRANKS") or "1"
-    bound = cores < (os.cpu_count() or 1)
-    return cores if bound else max(1, cores // max(1, int(ranks) if ranks.isdigit() else 1))
+    whole, mine = os.cpu_count() or 1, os.environ.get("SLURM_CPUS_ON_NODE", "")
+    whole = min(whole, int(mine)) if mine.isdigit() and int(mine) else whole
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else whole
+    ranks = _ranks_here()
+    cores = cores if cores < whole else whole // ranks
+    return max(1, int(min(cores, _quota() / ranks)))
+
+
+def _ranks_here() -> int:
+    """Ranks of this node, as the launcher tells: Open MPI, MPICH's and Intel's Hydra, MVAPICH, srun; 1 where none does."""
+    for name in ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE"):
+        told = os.environ.get(name, "")
+        if told.isdigit() and int(told):
+            return int(told)
+    counts = []  # "2(x3),1": two tasks on each of three nodes, then one
+    for part in os.environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
+        if found := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part):
+            counts += [int(found[1])] * int(found[2] or 1)
+    node = os.environ.get("SLURM_NODEID", "0")
+    return max(1, counts[int(node)]) if node.isdigit() and int(node) < len(counts) else 1
+
+
+def _quota(root=Path("/sys/fs/cgroup"), of=Path("/proc/self/cgroup")) -> float:
+    """Cores that this process's groups (cgroup v2) may use at a time; infinite where none is limited."""
+    least = float("inf")
+    try:
+        path = next(line[3:] for line in of.read_text().splitlines() if line.startswith("0::"))
+        group = root / path.strip("/")
+        for folder in (group, *group.parents):
+            limit = folder / "cpu.max"
+            if limit.exists():
+                most, period = limit.read_text().split()
+                least = least if most == "max" else min(least, int(most) / int(period))
+            if folder == root:
+                break
+    except (OSError, StopIteration, ValueError):
+        pass
+    return least
 
 
 def _sources() -> Path:
