@@ -258,6 +258,24 @@ def test_unknown_or_missing_instruction_sets_are_refused(monkeypatch):
     assert host.available() == ["avx2", "portable"]
 
 
+def test_tile_registers_need_the_systems_permission(monkeypatch):
+    monkeypatch.setattr(host, "cpu_flags", lambda: frozenset(host.ISAS["amx"]))
+    monkeypatch.setattr(host, "tiles_permitted", lambda: True)
+    assert host.available()[:2] == ["amx", "amx-bf16"]
+    monkeypatch.setattr(host, "tiles_permitted", lambda: False)
+    assert host.missing("amx") == ["permission for tile registers"] and not {"amx", "amx-bf16"} & set(host.available())
+    with pytest.raises(ValueError, match="no permission for tile registers, so 'amx' cannot run"):
+        host.HostBackend("amx")
+
+
+@needs_compiler
+def test_the_environment_forces_an_instruction_set(monkeypatch):
+    for isa in host.available():
+        monkeypatch.setenv("BURSTMPI_ISA", isa)
+        made = host.HostBackend(threads=1)
+        assert made.isa == isa and made._variants(np.dtype(np.float64)) == [host.variant(isa, "float64")]
+
+
 def test_vdpbf16ps_is_the_default_only_where_it_is_fast(monkeypatch):
     monkeypatch.setattr(host, "cpu_flags", lambda: frozenset(host.ISAS["avx512bf16"]))
     monkeypatch.setattr(host, "cpu_vendor", lambda: "AuthenticAMD")
@@ -372,7 +390,8 @@ for dtype in {dtypes!r}:
         k[:, 3] = np.nan
         cuts = (rows_k // 2,)
         out, lse = kit.forward(backend, q, k, v, cuts=cuts, **options)
-        kit.backward(backend, dout, q, k, v, out, lse, cuts=cuts, **options)
+        for total, like in zip(kit.backward(backend, dout, q, k, v, out, lse, cuts=cuts, **options), (q, k, v)):
+            backend.copy(np.empty_like(like), total)
 print("finished")
 """
 
@@ -386,7 +405,7 @@ def test_sanitizers_report_nothing(isa, tmp_path):
     if not os.path.isabs(found):
         pytest.skip("this compiler has no libasan")
     flags = ("-fsanitize=address,undefined", "-fno-sanitize=alignment", "-fno-sanitize-recover=undefined", "-O1", "-g", "-DBURST_GUARD")
-    dtypes = {"amx": ["bfloat16", "float32"], "amx-bf16": ["bfloat16"], "avx512bf16": ["bfloat16"], "portable": ["float32", "float16"]}.get(isa, ["float32", "float16", "float64"])
+    dtypes = {"amx": ["bfloat16", "float32"], "amx-bf16": ["bfloat16"], "avx512bf16": ["bfloat16"], "portable": ["float32", "float16", "float64"]}.get(isa, ["float32", "float16", "float64"])
     program = tmp_path / "sanitized.py"
     program.write_text(SANITIZED.format(here=str(HERE), isa=isa, flags=flags, dtypes=dtypes))
     environ = {

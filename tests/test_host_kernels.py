@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from burstmpi.backends import host
+from burstmpi.backends.base import Tally
 from burstmpi.backends.host import ISAS, HostBackend, missing
 from burstmpi.layout import place
 from burstmpi.rules import Rules, Sight
@@ -132,7 +133,7 @@ def test_head_dims_of_all_types(backend, d, dv, dtype):
     run(backend, dout, q, k, v, dtype, causal=True, cuts=(41,))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("dtype", list(kit.DTYPES))
 @pytest.mark.parametrize("rows_q, rows_k", [(1, 1), (1, 700), (700, 1), (7, 300), (300, 7), (49, 97), (385, 193), (500, 500)])
 def test_lengths_and_cross_attention(backend, rows_q, rows_k, dtype):
     rng = np.random.default_rng(rows_q * 1000 + rows_k)
@@ -142,7 +143,7 @@ def test_lengths_and_cross_attention(backend, rows_q, rows_k, dtype):
 
 
 @pytest.mark.parametrize("gain", [1, 8, 40, 200])
-@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", list(kit.DTYPES))
 def test_large_logits(backend, gain, dtype):
     rng = np.random.default_rng(gain)
     q, k, v, dout = kit.arrays(rng, 1, 300, 400, 2, 2, 64, 64, dtype, gain)
@@ -279,13 +280,11 @@ def test_nan_and_infinities_stay_with_the_rows_that_see_them(backend, kind, opti
         assert near(3, dk, np.s_[:, keys]) and near(4, dv, np.s_[:, keys])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", list(kit.DTYPES))
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("what", ["q", "k", "v", "dout"])
 def test_nan_and_infinities_are_where_the_reference_has_them(backend, what, value, dtype):
     """Number by number, in every result; all others are right."""
-    if backend.isa in NARROW and dtype == "bfloat16":
-        pytest.skip("units that multiply bfloat16 are not held to it")
     rules = {**{rule: RULES[rule] for rule in ("full", "causal", "softcap")}, "window": {"window": (9, 3)}}
     rules |= {"documents": {"documents": (0, 20, 55, 100)}, "alibi": {"alibi_slopes": (0.5, 0.1), "causal": True}}
     loose = 1e-4 if dtype == "float32" else 2e-2
@@ -307,6 +306,26 @@ def test_state_goes_through_rows_that_see_nothing_yet(backend):
     rng = np.random.default_rng(8)
     q, k, v, dout = kit.arrays(rng, 1, 100, 300, 1, 1, 16, 16, "float32")
     run(backend, dout, q, k, v, "float32", causal=True, window=(30, 0), cuts=(10, 150, 250))
+
+
+@pytest.mark.parametrize("dtype", list(kit.DTYPES))
+@pytest.mark.parametrize("options", [{"causal": True}, {"causal": True, "window": (90, 0)}, {"documents": (0, 100, 350, 1000)}], ids=str)
+def test_tiles_that_nobody_sees_are_not_computed(backend, options, dtype):
+    """Inside a block as well: each pair of a panel and a tile with something to see is counted, and no other."""
+    rows, heads = 1000, 2
+    arrays = kit.arrays(np.random.default_rng(4), 1, rows, rows, heads, heads, 8, 8, dtype)
+    at, lo, hi = Rules(**options).intervals(np.arange(rows), rows, rows)
+    library = backend._unit(arrays[0].dtype)
+    panels, tiles = -(-rows // library.tile_rows), -(-rows // library.tile_keys)
+    seen = np.zeros((panels * library.tile_rows, tiles * library.tile_keys), bool)
+    seen[:rows, :rows] = (lo[:, None] <= np.arange(rows)) & (np.arange(rows) < hi[:, None])
+    want = heads * seen.reshape(panels, library.tile_rows, tiles, library.tile_keys).any(axis=(1, 3)).sum()
+    assert want < heads * panels * tiles * 0.7
+    tally = Tally()
+    out, lse = kit.forward(backend, *arrays[:3], tally=tally, **options)
+    assert tally.tiles == want
+    kit.backward(backend, arrays[3], *arrays[:3], out, lse, tally=tally, **options)
+    assert tally.tiles == 2 * want
 
 
 @pytest.mark.parametrize("cut", [384, 500])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -28,9 +29,16 @@ def isa(request):
 every_isa = pytest.mark.parametrize("isa", kit.isas())
 
 
+ALL_RULES = {"causal": True, "documents": ((0, 600, 1100), (0, 400, 700)), "softcap": 9.0, "alibi_slopes": (0.2, 0.0, 0.5, 0.1)}
+SAME_BITS = [
+    *itertools.product(["float32", "bfloat16", "float64"], [{}, {"causal": True}, {"window": (60, 10)}]),
+    *itertools.product(kit.DTYPES, [ALL_RULES]),
+    ("float16", {"causal": True}),
+]
+
+
 @every_isa
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (60, 10)}], ids=str)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+@pytest.mark.parametrize("dtype, options", SAME_BITS, ids=str)
 def test_same_bits_on_any_number_of_threads(isa, dtype, options):
     rng = np.random.default_rng(1)
     q, k, v, dout = kit.arrays(rng, 2, 1100, 700, 4, 2, 24, 40, dtype)

@@ -139,6 +139,9 @@ void burst_round(burst_block *b)
 static int tame(const burst_array *x, const burst_block *b, int64_t rows, int64_t heads, int64_t n)
 {
     word top = 0;
+#ifdef _OPENMP
+#pragma omp parallel for collapse(2) reduction(max : top) num_threads((int)MAX(1, b->threads))
+#endif
     for (int64_t batch = 0; batch < b->batch; batch++)
         for (int64_t row = 0; row < rows; row++)
             for (int64_t head = 0; head < heads; head++) {
