@@ -268,6 +268,14 @@ def test_tile_registers_need_the_systems_permission(monkeypatch):
         host.HostBackend("amx")
 
 
+@pytest.mark.parametrize("nbytes, there", [(16, ["portable"]), (32, ["portable", "sve"]), (64, ["sve", "portable"]), (256, ["portable"])])
+def test_arms_vectors_are_taken_where_they_are_longer_than_neons(monkeypatch, nbytes, there):
+    monkeypatch.setattr(compile, "cpuinfo", lambda: {"Features": "fp asimd sve", "CPU implementer": "0x46"})
+    monkeypatch.setattr(host, "sve_bytes", lambda: nbytes)
+    assert host.available() == there
+    assert host.variant("sve", "bfloat16") == ("sve", "float32") and host.variant("sve", "float64") == ("sve", "float64")
+
+
 @needs_compiler
 def test_the_environment_forces_an_instruction_set(monkeypatch):
     for isa in host.available():

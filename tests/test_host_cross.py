@@ -70,18 +70,19 @@ def check(results, given, options, dtype, narrow=False):
         kit.check(name, got, want, near, kind, 2.0, 0.0 if name == "lse" else size, floor)
 
 
-@pytest.mark.parametrize("vectors", ["neon", pytest.param("sve", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("bits", [128, pytest.param(256, marks=pytest.mark.slow), 512])
 @pytest.mark.parametrize("dtype", list(kit.DTYPES))
-def test_on_arm(dtype, vectors, tmp_path):
-    """The portable path on 128-bit NEON; with SVE allowed, the compiler may take it where it helps."""
+def test_on_arm(dtype, bits, tmp_path):
+    """The portable path, which is NEON's 128 bits there, and the same sources for SVE's longer vectors."""
     compiler, emulator = shutil.which("aarch64-linux-gnu-gcc"), shutil.which("qemu-aarch64") or shutil.which("qemu-aarch64-static")
     if not compiler or not emulator:
         pytest.skip("no aarch64-linux-gnu-gcc or no qemu-aarch64")
     more = ["-DBURST_DOUBLE"] if dtype == "float64" else []
-    machine = "armv8-a" if vectors == "neon" else "armv8.2-a+sve"
-    program = build([compiler], tmp_path, "-static", f"-march={machine}", "-pthread", "-DBURST_PTHREADS", *more)
+    machine = ["-march=armv8-a"] if bits == 128 else host.sve_flags(bits // 8)
+    program = build([compiler], tmp_path, "-static", *machine, "-pthread", "-DBURST_PTHREADS", *more)
+    with_vectors = [] if bits == 128 else ["-cpu", f"max,sve-default-vector-length={bits // 8}"]
     for case in CASES:
-        check(*attend([emulator, str(program)], tmp_path, case, dtype, threads=2), dtype)
+        check(*attend([emulator, *with_vectors, str(program)], tmp_path, case, dtype, threads=2), dtype)
 
 
 BESIDE = {"avx512": (), "avx512bf16": ("-mavx512bf16",), "amx": ("-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-DBURST_TILES")}

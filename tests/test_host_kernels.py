@@ -313,6 +313,8 @@ def test_state_goes_through_rows_that_see_nothing_yet(backend):
 def test_tiles_that_nobody_sees_are_not_computed(backend, options, dtype):
     """Inside a block as well: each pair of a panel and a tile with something to see is counted, and no other."""
     rows, heads = 1000, 2
+    if len(backend._variants(kit.DTYPES[dtype])) > 1:
+        pytest.skip("by pieces tiles are told in those of another kernel")
     arrays = kit.arrays(np.random.default_rng(4), 1, rows, rows, heads, heads, 8, 8, dtype)
     at, lo, hi = Rules(**options).intervals(np.arange(rows), rows, rows)
     library = backend._unit(arrays[0].dtype)

@@ -51,7 +51,11 @@ typedef int32_t INT;
 #define VR 3
 #define WIDE 3
 #elif defined(__aarch64__)
+#ifdef BURST_SVE /* its bytes: what -msve-vector-bits says, 8 times */
+#define VBYTES BURST_SVE
+#else
 #define VBYTES 16
+#endif
 #define KR 8
 #define VR 3
 #define WIDE 4
