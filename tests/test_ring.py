@@ -85,6 +85,27 @@ def test_other_instruction_sets(comm, rule, layout, dtype, backward, backend):
         check(run(attn, p), expected)
 
 
+LONG = {"causal": True, "window": (250, 0), "documents": (0, 90, 400, 600)}
+
+
+@cache
+def long_case(dtype):
+    p = problem(600, batch=1, dtype=dtype)
+    return p, truth(p, LONG)
+
+
+@pytest.mark.mpi(ranks=3)
+@pytest.mark.parametrize("backend", ["host", *ANY_OTHER], indirect=True)
+@pytest.mark.parametrize("backward", ["q", "kv"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("layout", ["zigzag", "striped"])
+def test_blocks_of_several_panels_and_tiles(comm, layout, dtype, backward, backend):
+    """Of the kernels, that is: elsewhere a block is a part of one."""
+    p, expected = long_case(dtype)
+    with BurstAttention(comm, layout=layout, backend=backend, backward=backward, **LONG) as attn:
+        check(run(attn, p), expected)
+
+
 @pytest.mark.parametrize("backward", ["q", "kv"])
 @pytest.mark.parametrize("rule", RULES)
 def test_reference_backend(comm, rule, backward):

@@ -91,6 +91,7 @@ static void integers(void)
 {
     static const uint16_t order[32] = {63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1};
     TIMES(plain512 a = bits(); plain512 b = bits(); plain512 c = bits(); const __mmask16 m = (__mmask16)any32();
+          CHECK("loadu", plain_loadu(&a), _mm512_loadu_si512(&a), 0)
           CHECK("and", plain_and(a.si, b.si), _mm512_and_si512(a.si, b.si), 0)
           CHECK("or", plain_or(a.si, b.si), _mm512_or_si512(a.si, b.si), 0)
           CHECK("add_epi16", plain_add_epi16(a.si, b.si), _mm512_add_epi16(a.si, b.si), 0)
