@@ -4,7 +4,7 @@
     python benchmarks/host.py --case float32:64:causal --repeats 30
     python benchmarks/host.py --isa avx2          # or avx512, amx-bf16 (float32 by AVX-512), portable
     python benchmarks/host.py --rules             # rules, grouped heads, odd head dims; --dtype bfloat16 for that type
-    python benchmarks/host.py --threads           # two threads beside one
+    python benchmarks/host.py --threads           # two threads beside one; --case for others than float32:64:causal
     python benchmarks/host.py --beside=-DWEIGH_LATER=0   # beside the same sources built with this flag, and whether bits are the same
     python benchmarks/host.py --first             # the first call of a program, with an empty cache and with a full one
 
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import itertools
 import os
 import statistics
 import subprocess
@@ -239,7 +240,7 @@ def built_otherwise(backend, other, cases, rows, heads, repeats):
         print(f"| {dtype} d {d} {rule} | {' | '.join(f'{x:.3f}' for x in cells)} | {'the same' if same else 'others'} |", flush=True)
 
 
-def threads(isa, repeats):
+def threads(isa, repeats, cases):
     """Two threads against one, by the clock on the wall, and FMA on registers alone beside them: what two cores of this machine give."""
     backends = [host.HostBackend(isa, threads=n) for n in (1, 2)]
     peak, rounds, clock = fma_peak(backends[0].isa), 30_000_000, time.perf_counter
@@ -250,8 +251,9 @@ def threads(isa, repeats):
         peak.run(rounds // 2)
         other.join()
 
-    for way in ("forward", "backward"):
-        pair = [Ours(backend, "float32", 64, {"causal": True}, 8, 4096) for backend in backends]
+    for case, way in itertools.product(cases, ("forward", "backward")):
+        dtype, d, rule = case.split(":")
+        pair = [Ours(backend, dtype, int(d), {"causal": rule == "causal"}, 8, 4096) for backend in backends]
         for x in pair:
             x.forward(), getattr(x, way)()
         ratios, cores = [], []
@@ -260,7 +262,7 @@ def threads(isa, repeats):
             ratios.append(one / two)
             cores.append(seconds(lambda: peak.run(rounds), clock) / seconds(both, clock))
         print(
-            f"two threads / one, {way}: median {statistics.median(ratios):.2f}, best {max(ratios):.2f}; "
+            f"two threads / one, {case} {way}: median {statistics.median(ratios):.2f}, best {max(ratios):.2f}; "
             f"FMA alone: median {statistics.median(cores):.2f}, best {max(cores):.2f}",
             flush=True,
         )
@@ -316,7 +318,7 @@ def main():
         other = host.HostBackend(args.isa, threads=1, extra_flags=args.beside.split())
         return built_otherwise(backend, other, args.case or CASES, args.rows, args.heads, args.repeats)
     if args.threads:
-        return threads(args.isa, args.repeats)
+        return threads(args.isa, args.repeats, args.case or ["float32:64:causal"])
     print(f"{backend.isa}, {args.rows} tokens, {args.heads} heads, one thread, median of {args.repeats}")
     print("| case | fwd / torch | of FMA peak | best GF/s | torch GF/s | bwd / torch | of FMA peak | best GF/s | torch GF/s |")
     print("|---|---|---|---|---|---|---|---|---|")
