@@ -232,18 +232,21 @@ class BurstAttention:
             self._gpus[device] = backends.on_gpu(device, deterministic=self._deterministic)
         return self._gpus[device]
 
-    def _serving(self, device, name):
-        """The backend for arrays on a device, None for the host; ``name`` is one of them, for messages."""
+    def _serving(self, device, name, dtype, ways):
+        """The backend for arrays of a type on a device, None for the host; ``name`` is one of them, for messages.
+
+        ways : whether backward, of the calls that will come
+        """
         if device is None:
             if self._asked == "cuda":
                 raise TypeError(f"{name}: must be on a GPU for backend='cuda', got a NumPy array")
-            return self._backend
+            return self._able(self._backend, dtype, ways)
         if self._asked not in ("auto", "cuda"):
             raise TypeError(f"{name}: is on GPU {device}, but backend={self._asked!r} computes on the host")
         return self._gpu(device)
 
     def _able(self, backend, dtype, ways):
-        """The backend, once it has what it takes for a type and ``ways`` (whether backward); for "auto" NumPy's where that cannot be had.
+        """The backend of NumPy arrays once it has what these calls take; for "auto" NumPy's own where that cannot be had.
 
         A cache folder may hold the kernels of one type and not those of another, on a node with no compiler or with no room left.
         """
@@ -593,7 +596,7 @@ class BurstAttention:
             for name, x in apart:
                 if name != "lse":
                     kinds.check_layout(name, x)
-        backend = self._able(self._serving(device, "q"), dims.dtype, ["dout" in arrays])
+        backend = self._serving(device, "q", dims.dtype, ["dout" in arrays])
         with backend.on():  # here, so that a rank that has no memory for them is heard by all
             for name in results:
                 if results[name] is None:
@@ -665,8 +668,8 @@ class BurstAttention:
             there = self._asked == "cuda" if gpu is None else checks.flag("gpu", gpu)
             checks.shapes(q, k, v)
             dims = self._dims(q, k, v, checks.element_type("dtype", dtype), there)
-            serving = self._serving(kinds.current_device() if there else None, "gpu")
-            return dims, (q[1], k[1]), self._able(serving, dims.dtype, [False, True] if backward else [False])
+            ways = [False, True] if backward else [False]
+            return dims, (q[1], k[1]), self._serving(kinds.current_device() if there else None, "gpu", dims.dtype, ways)
 
         plan, _ = self._meet({"call": "workspace_bytes", "backward": backward}, look)
         nbytes = max(plan.nbytes("forward"), plan.nbytes("backward") if backward else 0)

@@ -87,7 +87,10 @@ class Backend(Protocol):
         """A context for one call of forward or backward."""
 
     def prepare(self, dtype, backward: bool) -> None:
-        """Have what computes blocks of that type, before anything is asked of it; raise BuildError where it cannot be had."""
+        """Have what computes blocks of that type, or raise BuildError; asked of backends of the host, before all else.
+
+        Kernels of a GPU are compiled by a rehearsal of the call (``workspace``).
+        """
 
     def allocate(self, nbytes: int):
         """Give a one-dimensional buffer of bytes, aligned to buffers.ALIGN; raise MemoryError with the number."""

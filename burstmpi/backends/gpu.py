@@ -158,9 +158,6 @@ class GpuMemory:
     slack = 0
     index_slots: tuple = ()
 
-    def prepare(self, dtype, backward):
-        """Kernels are compiled by a rehearsal of the call."""
-
     def allocate(self, nbytes: int):
         """Give bytes of the device."""
         return self.gpu.memory(nbytes)

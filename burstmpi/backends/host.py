@@ -66,6 +66,7 @@ def sve_flags(nbytes: int) -> list[str]:
     """Code for vectors of that length alone."""
     return ["-march=armv8.2-a+sve", f"-msve-vector-bits={8 * nbytes}", f"-DBURST_SVE={nbytes}"]
 
+
 # (instruction set, type): the compiler's flags.  Types that are not listed go by their accumulator.
 FLAGS = {
     ("amx", "bfloat16"): [*_AMX, "-DBURST_KEYS_FORWARD=256", "-DBURST_KEYS_BACKWARD=128"],
@@ -262,7 +263,7 @@ class _Library:
         self.scratch_bytes = library.burst_scratch_bytes
         self.scratch_bytes.restype = ctypes.c_int64
         self.scratch_bytes.argtypes = [ctypes.POINTER(_Block), ctypes.c_int64]
-        for verb in ("tame", *(("attend_backward", "delta", "round") if backward else ("attend",))):
+        for verb in ("tame", "round", *(("attend_backward", "delta") if backward else ("attend",))):
             found = getattr(library, f"burst_{verb}")
             found.argtypes = [ctypes.POINTER(_Block)]
             setattr(self, verb, found)
@@ -372,10 +373,11 @@ class HostBackend(NumpyBackend):
         return _libraries(self._variants(dtype), bool(backward), self._extra)
 
     def prepare(self, dtype, backward: bool) -> None:
+        """Compile or load the libraries."""
         self._of(dtype, backward)
 
     def _unit(self, dtype) -> _Library:
-        """Whose tiles are counted: those of the last variant, in either direction, so that none is compiled for it."""
+        """Whose tiles are counted, and who rounds: the last variant, in either direction, so that none is compiled for it."""
         which = self._variants(dtype)[-1]
         ready = [x for key in ((which, way, self._extra) for way in (False, True)) if (x := _LIBRARIES.get(key))]
         return ready[0] if ready else self._of(dtype, backward=False)[-1]
@@ -410,7 +412,7 @@ class HostBackend(NumpyBackend):
         batch, rows, heads, width = target.shape
         block = _Block(batch=batch, rows_q=rows, heads=heads, dim_v=width, type=TYPES[_name(target.dtype)], threads=_Team.of(self.threads))
         block.out, block.final = _array(source), _array(target)
-        self._of(target.dtype, backward=True)[0].round(block)
+        self._unit(target.dtype).round(block)
 
     def attend(self, q, k, v, out, lse, work: Work, *, first, final=None) -> None:
         """(out, lse) ← (out, lse) ⊕ attend(q, k, v); see ``base.Backend.attend``."""

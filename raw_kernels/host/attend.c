@@ -61,6 +61,37 @@ int burst_attend(burst_block *b)
 }
 #endif
 
+/* n numbers as REAL: where they lie, if they are that already, else in room [n] */
+INLINE const REAL *as_real(const char *src, int64_t step, int64_t n, REAL *room, int type)
+{
+    if (type == (int)TYPE_OF_REAL && step == sizeof(REAL)) return (const REAL *)src;
+    load_row(src, step, n, room, type);
+    return room;
+}
+
+/* final = out, rounded once; where heads follow each other in both, all of a row at once */
+void burst_round(burst_block *b)
+{
+    const int64_t size = SIZE_OF_TYPE[b->type], real = (int64_t)sizeof(REAL);
+    const int dense = b->out.step[3] == real && b->final.step[3] == size && b->out.step[2] == b->dim_v * real && b->final.step[2] == b->dim_v * size;
+    const int64_t heads = dense ? 1 : b->heads, n = dense ? b->heads * b->dim_v : b->dim_v;
+#ifdef _OPENMP
+#pragma omp parallel for collapse(2) num_threads((int)MAX(1, b->threads))
+#endif
+    for (int64_t batch = 0; batch < b->batch; batch++)
+        for (int64_t row = 0; row < b->rows_q; row++)
+            for (int64_t head = 0; head < heads; head++) {
+                const char *from = row_at(&b->out, batch, row, head);
+                char *to = row_at(&b->final, batch, row, head);
+                REAL room[64];
+                for (int64_t c = 0, some; c < n; c += some) {
+                    some = b->out.step[3] == real ? n : MIN(64, n - c);
+                    const REAL *x = as_real(from + c * b->out.step[3], b->out.step[3], some, room, TYPE_OF_REAL);
+                    store_row(to + c * b->final.step[3], b->final.step[3], some, x, 1, (int)b->type);
+                }
+            }
+}
+
 #ifndef BURST_ONLY_FORWARD
 int burst_attend_backward(burst_block *b)
 {
@@ -72,14 +103,6 @@ int burst_attend_backward(burst_block *b)
     prepare_backward(&c);
     run(&c, backward_worker, shared, each);
     return atomic_load(&c.stop);
-}
-
-/* n numbers as REAL: where they lie, if they are that already, else in room [n] */
-INLINE const REAL *as_real(const char *src, int64_t step, int64_t n, REAL *room, int type)
-{
-    if (type == (int)TYPE_OF_REAL && step == sizeof(REAL)) return (const REAL *)src;
-    load_row(src, step, n, room, type);
-    return room;
 }
 
 /* delta_i = sum_c dout_ic out_ic; out is `final` here, both of the caller's type */
@@ -108,29 +131,6 @@ void burst_delta(burst_block *b)
                 UNROLL for (int half = LANES / 2; half > 0; half /= 2)
                     UNROLL for (int i = 0; i < half; i++) all[i] += all[i + half];
                 *entry_at(&b->delta, batch, head, row) = all[0] + rest;
-            }
-}
-
-/* final = out, rounded once; where heads follow each other in both, all of a row at once */
-void burst_round(burst_block *b)
-{
-    const int64_t size = SIZE_OF_TYPE[b->type], real = (int64_t)sizeof(REAL);
-    const int dense = b->out.step[3] == real && b->final.step[3] == size && b->out.step[2] == b->dim_v * real && b->final.step[2] == b->dim_v * size;
-    const int64_t heads = dense ? 1 : b->heads, n = dense ? b->heads * b->dim_v : b->dim_v;
-#ifdef _OPENMP
-#pragma omp parallel for collapse(2) num_threads((int)MAX(1, b->threads))
-#endif
-    for (int64_t batch = 0; batch < b->batch; batch++)
-        for (int64_t row = 0; row < b->rows_q; row++)
-            for (int64_t head = 0; head < heads; head++) {
-                const char *from = row_at(&b->out, batch, row, head);
-                char *to = row_at(&b->final, batch, row, head);
-                REAL room[64];
-                for (int64_t c = 0, some; c < n; c += some) {
-                    some = b->out.step[3] == real ? n : MIN(64, n - c);
-                    const REAL *x = as_real(from + c * b->out.step[3], b->out.step[3], some, room, TYPE_OF_REAL);
-                    store_row(to + c * b->final.step[3], b->final.step[3], some, x, 1, (int)b->type);
-                }
             }
 }
 #endif
