@@ -153,15 +153,16 @@ def test_large_logits(backend, gain, dtype):
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}], ids=["full", "causal"])
 @pytest.mark.parametrize("d", [40, 64])  # a scale that is rounded, and one that is not
+@pytest.mark.parametrize("far", [17, 110])  # and where a product's rounding error cannot be told without an FMA
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_far_scores_find_their_weight_again(backend, dtype, d, options):
+def test_far_scores_find_their_weight_again(backend, dtype, far, d, options):
     """Each query has one key far above the others: P = 1 but for a rounding of its own, so that out is v and dv is dout.
 
     In forward P is 2^(s - m) of any size: as bfloat16 it is rounded, and so is out.  In backward it is 1.
     """
     rng = np.random.default_rng(d)
     _, k, v, dout = kit.arrays(rng, 1, 96, 200, 2, 2, d, 24, dtype)
-    q = (k[:, 104:].astype(np.float32) * 2.0**17).astype(k.dtype)
+    q = (k[:, 104:].astype(np.float32) * 2.0**far).astype(k.dtype)
     out, lse = kit.forward(backend, q, k, v, **options)
     _, _, dv = kit.backward(backend, dout, q, k, v, out, lse, **options)
     for got, true, within in ((out, v[:, 104:], 2**-7 if dtype == "bfloat16" else 2**-21), (dv[:, 104:], dout, 2**-21)):
@@ -178,6 +179,27 @@ def test_scores_that_grow_without_end(backend):
         k[..., 0] = ramp[None, :, None]
         run(backend, dout, q, k, v, "float32", scale=1.0)
         run(backend, dout, q, k, v, "float32", scale=1.0, cuts=(100, 500))
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}], ids=["full", "causal"])
+@pytest.mark.parametrize("dtype, high, low", [("float64", 1010, 400), ("float32", 110, 60), ("bfloat16", 110, 60)])
+def test_large_values_under_large_weights(backend, dtype, high, low, options):
+    """Single keys of a tile have scores that an m from the first ones may still stand (P = 2^36), and P times values x 2^high is beyond
+    the type's numbers."""
+    rng = np.random.default_rng(7)
+    q, k, v, dout = kit.arrays(rng, 1, 300, 500, 2, 1, 12, 24, dtype)
+    q[..., 0] = 1
+    k[..., 0] = np.where(np.arange(500) % 64 == 60, 25, 0)[None, :, None]
+    options = {**options, "scale": 1.0}
+    true = kit.exact(dout, q, k, v, **options)
+    *same, floors = kit.naive(dout, q, k, v, narrow=backend.isa in NARROW and dtype == "bfloat16", **options)
+    large, small = (np.ldexp(x.astype(np.float64), by).astype(x.dtype) for x, by in ((v, high), (dout, -low)))
+    for cuts in ((), (130,)):
+        out, lse = kit.forward(backend, q, k, large, cuts=cuts, **options)
+        results = out, lse, *kit.backward(backend, small, q, k, large, out, lse, cuts=cuts, **options)
+        for i, (name, back, floor) in enumerate(zip(("out", "lse", "dq", "dk", "dv"), (-high, 0, low - high, low - high, low), (floors[0], floors[4], *floors[1:4]))):
+            got = np.ldexp(results[i].astype(np.float64), back)
+            kit.check(name, got, true[i], same[i], dtype, score=kit.rms(true[1]), floor=floor)
 
 
 def test_weights_of_a_loop_of_their_own_are_those_behind_the_product():

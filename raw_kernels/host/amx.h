@@ -44,6 +44,8 @@ INLINE vec scored(vec product, float factor)
 #define STEP 32 /* bfloat16 that one tile product contracts over; what rows are padded to */
 _Static_assert(NR % STEP == 0 && STEP % KR == 0, "panels and tiles are whole steps");
 
+enum { NOT_FINITE = 0x7f80, TALL_BF16 = (71 + 127) << 7 }; /* exponents, where bfloat16 has them */
+
 /* A factor in planes */
 typedef struct { const bf16 *at; int64_t ld, plane; } rows_of;
 typedef struct { const uint32_t *at; int64_t ld, plane; } pairs_of;
@@ -202,8 +204,9 @@ INLINE vec leading(vec x) { return (vec)(((ivec)x + 0x8000) & (INT)0xffff0000); 
 
 #if PIECES == 3
 /* One row of the caller's float32, times a factor, in three planes, zeros up to `padded`. */
-INLINE int copy_row(const char *src, int64_t step, int64_t n, int64_t padded, bf16 *dst, int64_t plane, float factor)
+INLINE int copy_row(const char *src, int64_t step, int64_t n, int64_t padded, bf16 *dst, int64_t plane, float factor, bf16 strange)
 {
+    (void)strange;
     for (int64_t c = 0; c < padded; c += LANES) {
         vec x = zero();
         if (step == 4 && c + LANES <= n)
@@ -224,8 +227,8 @@ INLINE int copy_row(const char *src, int64_t step, int64_t n, int64_t padded, bf
 typedef bf16 vec_of_bf16 __attribute__((vector_size(64), aligned(2), may_alias));
 typedef bf16 eight_of_bf16 __attribute__((vector_size(16), aligned(2), may_alias));
 
-/* One row of the caller's, zeros up to `padded`; returns whether an infinity or a NaN is in it. */
-INLINE int copy_row(const char *src, int64_t step, int64_t n, int64_t padded, bf16 *dst, int64_t plane, float factor)
+/* One row of the caller's, zeros up to `padded`; returns whether a number of `strange` or more is in it, an infinity or a NaN. */
+INLINE int copy_row(const char *src, int64_t step, int64_t n, int64_t padded, bf16 *dst, int64_t plane, float factor, bf16 strange)
 {
     int wild = 0;
     int64_t c = 0;
@@ -235,12 +238,12 @@ INLINE int copy_row(const char *src, int64_t step, int64_t n, int64_t padded, bf
         eight_of_bf16 some_wild = {0};
         for (; c + 32 <= n; c += 32) {
             const vec_of_bf16 x = *(const vec_of_bf16 *)(src + 2 * c);
-            any_wild |= (vec_of_bf16)((x & 0x7f80) == 0x7f80);
+            any_wild |= (vec_of_bf16)((x & 0x7f80) >= strange);
             *(vec_of_bf16 *)(dst + c) = x;
         }
         for (; c + 8 <= n; c += 8) {
             const eight_of_bf16 x = *(const eight_of_bf16 *)(src + 2 * c);
-            some_wild |= (eight_of_bf16)((x & 0x7f80) == 0x7f80);
+            some_wild |= (eight_of_bf16)((x & 0x7f80) >= strange);
             *(eight_of_bf16 *)(dst + c) = x;
         }
         UNROLL for (int i = 0; i < 8; i++) wild |= some_wild[i] != 0;
@@ -248,7 +251,7 @@ INLINE int copy_row(const char *src, int64_t step, int64_t n, int64_t padded, bf
     }
     for (; c < n; c++) {
         memcpy(dst + c, src + c * step, 2);
-        wild |= (dst[c] & 0x7f80) == 0x7f80;
+        wild |= (dst[c] & 0x7f80) >= strange;
     }
     memset(dst + n, 0, (size_t)(padded - n) * 2);
     return wild;
@@ -257,23 +260,23 @@ INLINE int copy_row(const char *src, int64_t step, int64_t n, int64_t padded, bf
 
 /* Rows [0, count) of the caller's, `apart` bytes from one to the next */
 INLINE int copy_rows(const char *src, int64_t apart, int64_t step, int64_t count, int64_t n, int64_t padded, bf16 *dst, int64_t ld,
-                     int64_t plane, float factor)
+                     int64_t plane, float factor, bf16 strange)
 {
     int wild = 0;
     int64_t row = 0;
 #if PIECES == 1
-    if (step == 2 && n == padded) { /* whole vectors, one look for infinities: with rests in the same loop documents of 512 take 2% longer */
+    if (step == 2 && n == padded) { /* whole vectors, one look for what is strange: with rests in the same loop documents of 512 take 2% longer */
         vec_of_bf16 any_wild = {0};
         for (; row < count; row++)
             for (int64_t c = 0; c < n; c += 32) {
                 const vec_of_bf16 x = *(const vec_of_bf16 *)(src + row * apart + 2 * c);
-                any_wild |= (vec_of_bf16)((x & 0x7f80) == 0x7f80);
+                any_wild |= (vec_of_bf16)((x & 0x7f80) >= strange);
                 *(vec_of_bf16 *)(dst + row * ld + c) = x;
             }
         wild = any((ivec)any_wild);
     }
 #endif
-    for (; row < count; row++) wild |= copy_row(src + row * apart, step, n, padded, dst + row * ld, plane, factor);
+    for (; row < count; row++) wild |= copy_row(src + row * apart, step, n, padded, dst + row * ld, plane, factor, strange);
     return wild;
 }
 
@@ -362,9 +365,10 @@ NOINLINE void load_bf16_tile(bf16_tile *t, const call *c, int64_t batch, int64_t
     load_positions(&t->at, c, index);
     const int64_t keys = ROUND_UP(t->at.live, STEP);
     t->at.wild_k = copy_rows(row_at(&b->k, batch, t->at.first, head), b->k.step[1], b->k.step[3], t->at.live, b->d, depth, t->k, t->ld_k,
-                             t->plane_k, 1);
-    t->at.wild_v = copy_rows(row_at(&b->v, batch, t->at.first, head), b->v.step[1], b->v.step[3], t->at.live, b->dim_v, width, t->v, t->ld_v,
-                             t->plane_v, 1);
+                             t->plane_k, 1, NOT_FINITE);
+    if (copy_rows(row_at(&b->v, batch, t->at.first, head), b->v.step[1], b->v.step[3], t->at.live, b->dim_v, width, t->v, t->ld_v, t->plane_v, 1,
+                  TALL_BF16))
+        t->at.wild_v = look_at_rows(&b->v, b->dim_v, (int)b->type, batch, head, t->at.first, t->at.first + t->at.live, &t->at.limit);
     for (int piece = 0; piece < PIECES; piece++) {
         bf16 *k = t->k + piece * t->plane_k, *v = t->v + piece * t->plane_v, *turned = t->turned + piece * t->plane_turned;
         for (int64_t i = t->at.live; i < keys; i++) { /* P is 0 there, and 0 times what was left there must be 0 */
@@ -383,7 +387,7 @@ NOINLINE int load_factor(const burst_array *x, int64_t batch, int64_t head, int6
                          bf16 *rows, int64_t ld, uint32_t *columns, uint32_t *rows_paired)
 {
     const int64_t padded = ROUND_UP(n, STEP), plane = NR * ld;
-    const int wild = copy_rows(row_at(x, batch, row, head), x->step[1], x->step[3], count, n, padded, rows, ld, plane, factor);
+    const int wild = copy_rows(row_at(x, batch, row, head), x->step[1], x->step[3], count, n, padded, rows, ld, plane, factor, NOT_FINITE);
     for (int piece = 0; piece < PIECES; piece++) {
         for (int i = count; i < NR; i++) memset(rows + piece * plane + i * ld, 0, (size_t)padded * 2);
         pair_columns(rows + piece * plane, ld, padded, columns + piece * (padded / 2 * NR));

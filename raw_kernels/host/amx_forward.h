@@ -271,7 +271,7 @@ NOINLINE int64_t forward_blocks(panel *p, forward_room *w, const burst_block *b,
     const parts *seen = sees_all(&w->tile.at, &p->q, from, to) ? NULL : &parts_seen;
     if (seen) find_parts(&parts_seen, &w->tile.at, &p->q, from, to);
     forward_weights(p, w, b, from, to, sum, seen);
-    if (too_high(sum)) return from;
+    if (too_high(sum, w->tile.at.limit)) return from;
     add_sums(p, sum);
     bf16_add_panel(turned_of(&w->tile, from), (pairs_of){w->p, NR, w->plane}, (to - from) * KR, p->out, COLUMNS_OF(b->dim_v), seen);
     return to;

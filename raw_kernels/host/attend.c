@@ -153,7 +153,7 @@ static int tame(const burst_array *x, const burst_block *b, int64_t rows, int64_
                     for (int64_t i = 0; i < n; i++) most = MAX(most, magnitude(*(const REAL *)(from + i * x->step[3])));
                 top = MAX(top, most);
             }
-    return top == 0 || (top >= magnitude((REAL)0x1p-60) && top <= magnitude((REAL)0x1p100));
+    return top == 0 || (top >= magnitude((REAL)0x1p-60) && top < magnitude(TALL));
 }
 
 /* Of q, k, v and, where there is one, dout; all of type REAL. */

@@ -193,7 +193,7 @@ NOINLINE int forward_tile(panel *p, forward_room *w, const burst_block *b)
                 weigh_stored(weights, KR, p, sum);
             }
         }
-        if (p->wide || strange || too_high(sum)) tile_with_maximum(p, w, from, to, b->d, b->dim_v, sum);
+        if (p->wide || strange || too_high(sum, t->limit)) tile_with_maximum(p, w, from, to, b->d, b->dim_v, sum);
     }
     UNROLL for (int j = 0; j < VR; j++) store(p->l + j * LANES, load(p->l + j * LANES) + sum[j]);
     const REAL *values = t->v + from * KR * KR;

@@ -49,7 +49,7 @@ INLINE vec to_real(ivec x) { return __builtin_convertvector(x, vec); }
 /* ALiBi: x - slope |i - j| in the lanes of vector j.  The one place that rounds it, for forward and backward alike. */
 INLINE vec tilted(const lanes *q, int j, INT pos, vec x)
 {
-    const vec apart = to_real(loadi(q->at + j * LANES) - pos);
+    const vec apart = to_real((ivec)((uvec)loadi(q->at + j * LANES) - (UINT)pos)); /* of padding it may wrap; nobody sees that */
     return x - q->slope * (vec)((ivec)apart & ~(ivec)splat((REAL)-0.0));
 }
 

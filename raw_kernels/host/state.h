@@ -5,9 +5,6 @@
 #include "convert.h"
 #include "tile.h"
 
-/* A lane whose sum over a tile reaches this has the tile done again with a new m. */
-#define LIMIT ((REAL)0x1p40)
-
 typedef struct {
     lanes q;
     void *query;    /* Q' as the kernel wants it: [d, NR] of REAL times its factor; see amx.h for bfloat16 */
@@ -67,7 +64,7 @@ NOINLINE void open_state(panel *p, const call *c, int64_t batch, int64_t head, i
         p->top[i] = lse;
         p->ref[i] = none ? 0 : (REAL)exact;
         /* out stands for weight 2^exact; what rounding took from that goes into l, or into low */
-        const double rest = none || isinf(exact) ? 0 : sizeof(REAL) == 8 ? fma((double)lse, LOG2E, -exact) : exact - p->ref[i];
+        const double rest = none || !(fabs(exact) < FUSED_REACH) ? 0 : sizeof(REAL) == 8 ? fma((double)lse, LOG2E, -exact) : exact - p->ref[i];
         const int wide = fabs(exact) >= FAR_SCORE && isfinite(p->ref[i]);
         p->low[i] = wide && !none ? (REAL)rest : 0;
         p->l[i] = none ? 0 : wide ? 1 : (REAL)exp2(rest);
@@ -151,11 +148,11 @@ NOINLINE void raise_maximum(panel *p, const REAL *s, int64_t keys, int64_t dv, i
     }
 }
 
-/* Whether some sum is above LIMIT, or NaN */
-INLINE int too_high(const vec *sum)
+/* Whether some sum is above a tile's limit, or NaN */
+INLINE int too_high(const vec *sum, REAL limit)
 {
     ivec high = (ivec){0};
-    UNROLL for (int j = 0; j < VR; j++) high |= ~(sum[j] < LIMIT);
+    UNROLL for (int j = 0; j < VR; j++) high |= ~(sum[j] < limit);
     return any(high);
 }
 

@@ -21,7 +21,13 @@ typedef struct {
     int64_t leaf;
     int64_t first, live, blocks; /* first key, keys, blocks of KR keys */
     int wild_k, wild_v;   /* an infinity or NaN is among them */
+    REAL limit;           /* a lane whose sum of weights reaches this has the tile done again with a new m */
 } key_tile;
+
+/* The limit of most tiles; where V is TALL and more it is so much lower that O' stays finite over 2^13 tiles and more. */
+#define LIMIT ((REAL)0x1p40)
+#define TALL ((REAL)(sizeof(REAL) == 8 ? 0x1p967 : 0x1p71))
+#define TO_OVERFLOW 0x1p57 /* TALL times this is infinite */
 
 INLINE void take_positions(arena *a, key_tile *t, const call *c)
 {
@@ -37,6 +43,7 @@ INLINE void load_positions(key_tile *t, const call *c, int64_t index)
     t->live = MIN(c->tile_keys, c->b->rows_k - t->first);
     t->blocks = ROUND_UP(t->live, KR) / KR;
     t->wild_k = t->wild_v = 0;
+    t->limit = LIMIT;
     t->min = c->tile_min[index];
     t->max = c->tile_max[index];
     for (int64_t i = 0; i < t->live; i++) t->pos[i] = c->b->pos[t->first + i];
@@ -50,6 +57,22 @@ INLINE void load_positions(key_tile *t, const call *c, int64_t index)
         t->block_min[block] = low;
         t->block_max[block] = high;
     }
+}
+
+/* Rows [from, to) of a tile, of K or V, hold something large or strange: whether an infinity or a NaN, and the limit that V's numbers ask for. */
+NOINLINE int look_at_rows(const burst_array *x, int64_t n, int type, int64_t batch, int64_t head, int64_t from, int64_t to, REAL *limit)
+{
+    int wild = 0;
+    word top = 0;
+    for (int64_t row = from; row < to; row++)
+        for (int64_t c = 0; c < n; c++) {
+            const word size = magnitude(element(row_at(x, batch, row, head) + c * x->step[3], type));
+            wild |= size >= INFINITE;
+            top = MAX(top, size < INFINITE ? size : 0);
+        }
+    const int exponent = (int)(top >> MANTISSA) - (int)(magnitude(1) >> MANTISSA);
+    if (limit && top >= magnitude(TALL)) *limit = MIN(*limit, (REAL)ldexp((double)LIMIT * (double)TALL, -exponent));
+    return wild;
 }
 
 /* A group packs its next tile of keys piece by piece between its panels: `part` of `parts`. */
@@ -85,37 +108,38 @@ NOINLINE int pack_rows(const burst_array *x, int64_t n, int type, int64_t batch,
 typedef REAL piece_of_row __attribute__((vector_size(KR * sizeof(REAL)), may_alias));
 typedef REAL piece_unaligned __attribute__((vector_size(KR * sizeof(REAL)), aligned(sizeof(REAL)), may_alias));
 
+/* Returns whether an infinity, a NaN or a number near TALL is among them. */
 INLINE int pack_leaves_same(const REAL *src, int64_t step, int64_t rows, int64_t n, REAL *to, int64_t leaf)
 {
-    piece_of_row spoilt[4] = {{0}}; /* sums of 0 x: NaN where an x is infinite or NaN */
+    piece_of_row spoilt[4] = {{0}}; /* sums that are not finite then */
     for (; rows > 0; rows--, src += step, to += KR) {
         REAL *at = to;
         int64_t c = 0;
         for (; c + 4 * KR <= n; c += 4 * KR)
             UNROLL for (int i = 0; i < 4; i++, at += leaf) {
                 const piece_of_row x = *(const piece_unaligned *)(src + c + i * KR);
-                spoilt[i] += x * 0;
+                spoilt[i] += x * (REAL)TO_OVERFLOW;
                 *(piece_of_row *)at = x;
             }
         for (; c + KR <= n; c += KR, at += leaf) {
             const piece_of_row x = *(const piece_unaligned *)(src + c);
-            spoilt[0] += x * 0;
+            spoilt[0] += x * (REAL)TO_OVERFLOW;
             *(piece_of_row *)at = x;
         }
         if (c < n) {
             piece_of_row x = {0};
             memcpy(&x, src + c, (size_t)(n - c) * sizeof(REAL));
-            spoilt[0] += x * 0;
+            spoilt[0] += x * (REAL)TO_OVERFLOW;
             *(piece_of_row *)at = x;
         }
     }
     spoilt[0] += spoilt[1] + spoilt[2] + spoilt[3];
-    int wild = 0;
-    UNROLL for (int i = 0; i < KR; i++) wild |= spoilt[0][i] != 0;
-    return wild;
+    int strange = 0;
+    UNROLL for (int i = 0; i < KR; i++) strange |= spoilt[0][i] - spoilt[0][i] != 0;
+    return strange;
 }
 
-/* Rows [from, to) of one head of an array, of any type and stride.  Returns whether an infinity or a NaN is among them. */
+/* Rows [from, to) of one head of an array, of any type and stride; returns the same. */
 NOINLINE int pack_leaves(const burst_array *x, int64_t n, int type, int64_t batch, int64_t head, int64_t first, int64_t from, int64_t to,
                          REAL *leaves, int64_t leaf)
 {
@@ -123,25 +147,27 @@ NOINLINE int pack_leaves(const burst_array *x, int64_t n, int type, int64_t batc
     if (is_dense(x, type))
         return pack_leaves_same((const REAL *)row_at(x, batch, first + from, head), x->step[1] / (int64_t)sizeof(REAL), to - from, n,
                                 leaves + from * KR, leaf);
-    int wild = 0;
+    int strange = 0;
     for (int64_t i = from; i < to; i++) {
         const char *row = row_at(x, batch, first + i, head);
         for (int64_t c = 0; c < n; c += SOME) {
             REAL room[SOME];
             const int64_t some = MIN(SOME, n - c);
-            wild |= load_row(row + c * x->step[3], x->step[3], some, room, type);
-            pack_leaves_same(room, 0, 1, some, leaves + c / KR * leaf + i * KR, leaf);
+            load_row(row + c * x->step[3], x->step[3], some, room, type);
+            strange |= pack_leaves_same(room, 0, 1, some, leaves + c / KR * leaf + i * KR, leaf);
         }
     }
-    return wild;
+    return strange;
 }
 
 NOINLINE void pack_keys(key_tile *t, const call *c, int64_t batch, int64_t head, int64_t part, int64_t parts)
 {
     const burst_block *b = c->b;
     const int64_t from = part_start(t->live, part, parts), to = part_start(t->live, part + 1, parts), padding = t->blocks * KR - t->live;
-    t->wild_k |= pack_leaves(&b->k, b->d, (int)b->type, batch, head, t->first, from, to, t->k, t->leaf);
-    t->wild_v |= pack_leaves(&b->v, b->dim_v, (int)b->type, batch, head, t->first, from, to, t->v, t->leaf);
+    if (pack_leaves(&b->k, b->d, (int)b->type, batch, head, t->first, from, to, t->k, t->leaf))
+        t->wild_k |= look_at_rows(&b->k, b->d, (int)b->type, batch, head, t->first + from, t->first + to, NULL);
+    if (pack_leaves(&b->v, b->dim_v, (int)b->type, batch, head, t->first, from, to, t->v, t->leaf))
+        t->wild_v |= look_at_rows(&b->v, b->dim_v, (int)b->type, batch, head, t->first + from, t->first + to, &t->limit);
     if (to < t->live || !padding) return;
     /* P is 0 there, and 0 times it must be 0 */
     for (int64_t i = 0; i < b->d; i += KR) memset(t->k + i / KR * t->leaf + t->live * KR, 0, padding * KR * sizeof(REAL));

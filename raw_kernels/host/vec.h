@@ -15,9 +15,13 @@
 #ifdef BURST_DOUBLE
 typedef double REAL;
 typedef int64_t INT;
+typedef uint64_t UINT;
+#define MANTISSA 52
 #else
 typedef float REAL;
 typedef int32_t INT;
+typedef uint32_t UINT;
+#define MANTISSA 23
 #endif
 
 #if defined(BURST_AMX) /* on top of AVX-512; panels and blocks are whole AMX tiles: see amx.h, and dot.h for BURST_DOT */
@@ -87,6 +91,7 @@ typedef int32_t INT;
 
 typedef REAL vec __attribute__((vector_size(VBYTES), may_alias));
 typedef INT ivec __attribute__((vector_size(VBYTES), may_alias));
+typedef UINT uvec __attribute__((vector_size(VBYTES), may_alias));
 typedef REAL vec_unaligned __attribute__((vector_size(VBYTES), aligned(sizeof(REAL)), may_alias));
 
 INLINE vec load(const REAL *p) { return *(const vec *)p; }
@@ -111,7 +116,14 @@ INLINE vec larger(vec a, vec b)
 #endif
 }
 
-/* a b - c, rounded once.  Contraction is the compiler's choice; where a b and c cancel it must not be. */
+#if defined(BURST_AVX512) || defined(BURST_AVX2) || (defined(__FP_FAST_FMA) && defined(__FP_FAST_FMAF)) || defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+#define FUSED_REACH INFINITY
+#else
+#define FUSED_REACH 1e30
+#endif
+
+/* a b - c, rounded once, of products up to FUSED_REACH, and beyond it the difference of the rounded product.  Contraction is the compiler's
+ * choice; where a b and c cancel it must not be. */
 INLINE vec fused(vec a, REAL b, vec c)
 {
 #if defined(BURST_AVX512) && defined(BURST_DOUBLE)
@@ -122,7 +134,7 @@ INLINE vec fused(vec a, REAL b, vec c)
     return (vec)_mm256_fmsub_pd((__m256d)a, _mm256_set1_pd(b), (__m256d)c);
 #elif defined(BURST_AVX2)
     return (vec)_mm256_fmsub_ps((__m256)a, _mm256_set1_ps(b), (__m256)c);
-#elif (defined(__FP_FAST_FMA) && defined(__FP_FAST_FMAF)) || defined(__FMA__) || defined(__ARM_FEATURE_FMA) /* clang has only these */
+#elif defined(__FP_FAST_FMA) || defined(__FMA__) || defined(__ARM_FEATURE_FMA) /* clang has only the last two */
     vec r;
     UNROLL for (int i = 0; i < LANES; i++)
         r[i] = sizeof(REAL) == 8 ? (REAL)__builtin_fma(a[i], b, -c[i]) : (REAL)__builtin_fmaf((float)a[i], (float)b, (float)-c[i]);
@@ -133,7 +145,7 @@ INLINE vec fused(vec a, REAL b, vec c)
     const REAL b1 = b * half - (b * half - b), b0 = b - b1;
     const vec product = a * b, t = a * half, a1 = t - (t - a), a0 = a - a1;
     const vec error = ((a1 * b1 - product) + a1 * b0 + a0 * b1) + a0 * b0;
-    const ivec safe = (product < (REAL)1e30) & (product > (REAL)-1e30);
+    const ivec safe = (product < (REAL)FUSED_REACH) & (product > (REAL)-FUSED_REACH);
     return (product - c) + (vec)((ivec)error & safe);
 #endif
 }
@@ -179,12 +191,10 @@ static const REAL EXP2[] = {
 #define ROUNDER (0x1.8p52 + 1023)
 #define EXP2_LOW (-1023.0)
 #define EXP2_HIGH 1024.0
-#define MANTISSA 52
 #else
 #define ROUNDER (0x1.8p23f + 127)
 #define EXP2_LOW (-127.0f)
 #define EXP2_HIGH 128.0f
-#define MANTISSA 23
 #endif
 
 /* t from EXP2_LOW to EXP2_HIGH; NaN stays NaN */
