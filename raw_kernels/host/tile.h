@@ -75,8 +75,8 @@ NOINLINE int look_at_rows(const burst_array *x, int64_t n, int type, int64_t bat
     return wild;
 }
 
-/* A group packs its next tile of keys piece by piece between its panels: `part` of `parts`. */
-INLINE int64_t part_start(int64_t keys, int64_t part, int64_t parts) { return keys * part / parts; }
+/* A group packs its next tile of keys piece by piece between its panels: `part` of `parts`, of pairs of keys. */
+INLINE int64_t part_start(int64_t keys, int64_t part, int64_t parts) { return part == parts ? keys : keys * part / parts / 2 * 2; }
 
 #ifndef BURST_AMX
 INLINE void take_tile(arena *a, key_tile *t, const call *c)
@@ -108,13 +108,21 @@ NOINLINE int pack_rows(const burst_array *x, int64_t n, int type, int64_t batch,
 typedef REAL piece_of_row __attribute__((vector_size(KR * sizeof(REAL)), may_alias));
 typedef REAL piece_unaligned __attribute__((vector_size(KR * sizeof(REAL)), aligned(sizeof(REAL)), may_alias));
 
-/* Returns whether an infinity, a NaN or a number near TALL is among them. */
-INLINE int pack_leaves_same(const REAL *src, int64_t step, int64_t rows, int64_t n, REAL *to, int64_t leaf)
+/* Whether sums of x TO_OVERFLOW have met an infinity, a NaN or a number near TALL */
+INLINE int has_met(const REAL *sums, int n)
 {
-    piece_of_row spoilt[4] = {{0}}; /* sums that are not finite then */
+    int strange = 0;
+    UNROLL for (int i = 0; i < n; i++) strange |= sums[i] - sums[i] != 0;
+    return strange;
+}
+
+/* The columns [first, n).  Returns whether an infinity, a NaN or a number near TALL is among them. */
+INLINE int pack_pieces(const REAL *src, int64_t step, int64_t rows, int64_t first, int64_t n, REAL *to, int64_t leaf)
+{
+    piece_of_row spoilt[4] = {{0}};
     for (; rows > 0; rows--, src += step, to += KR) {
-        REAL *at = to;
-        int64_t c = 0;
+        REAL *at = to + first / KR * leaf;
+        int64_t c = first;
         for (; c + 4 * KR <= n; c += 4 * KR)
             UNROLL for (int i = 0; i < 4; i++, at += leaf) {
                 const piece_of_row x = *(const piece_unaligned *)(src + c + i * KR);
@@ -134,9 +142,34 @@ INLINE int pack_leaves_same(const REAL *src, int64_t step, int64_t rows, int64_t
         }
     }
     spoilt[0] += spoilt[1] + spoilt[2] + spoilt[3];
-    int strange = 0;
-    UNROLL for (int i = 0; i < KR; i++) strange |= spoilt[0][i] - spoilt[0][i] != 0;
-    return strange;
+    return has_met((const REAL *)spoilt, KR);
+}
+
+INLINE int pack_leaves_same(const REAL *src, int64_t step, int64_t rows, int64_t n, REAL *to, int64_t leaf)
+{
+#ifdef JOIN /* two rows at once: their pieces are a vector */
+    const int64_t whole = n / (2 * LANES) * (2 * LANES), pairs = whole ? rows / 2 : 0;
+    vec spoilt[4] = {{0}};
+    for (int64_t pair = 0; pair < pairs; pair++) {
+        const REAL *one = src + 2 * pair * step, *two = one + step;
+        REAL *at = to + 2 * pair * KR;
+        for (int64_t c = 0; c < whole; c += 2 * LANES)
+            UNROLL for (int i = 0; i < 2; i++, at += 2 * leaf) {
+                const vec a = loadu(one + c + i * LANES), b = loadu(two + c + i * LANES);
+                spoilt[2 * i] += a * (REAL)TO_OVERFLOW;
+                spoilt[2 * i + 1] += b * (REAL)TO_OVERFLOW;
+                storeu(at, JOIN(a, b, 0));
+                storeu(at + leaf, JOIN(a, b, 1));
+            }
+    }
+    spoilt[0] += spoilt[1] + spoilt[2] + spoilt[3];
+    int strange = has_met((const REAL *)spoilt, LANES);
+    if (whole < n) strange |= pack_pieces(src, step, 2 * pairs, whole, n, to, leaf);
+    if (2 * pairs == rows) return strange;
+    return strange | pack_pieces(src + 2 * pairs * step, step, rows - 2 * pairs, 0, n, to + 2 * pairs * KR, leaf);
+#else
+    return pack_pieces(src, step, rows, 0, n, to, leaf);
+#endif
 }
 
 /* Rows [from, to) of one head of an array, of any type and stride; returns the same. */
@@ -208,17 +241,28 @@ INLINE void ask(stream *s, int64_t count)
 #ifndef BURST_AMX
 typedef uintptr_t four __attribute__((vector_size(4 * sizeof(uintptr_t)), aligned(sizeof(uintptr_t)), may_alias));
 
+/* Lines of `rows` rows, `lines` of each, and those behind up to `written`, which the next row overwrites */
+INLINE const char **collect_rows(const char **to, const stream *s, int64_t rows, int64_t lines, const int64_t written)
+{
+    four at = (uintptr_t)s->at + (four){0, 64, 128, 192};
+    for (; rows > 0; rows--, to += lines, at += (uintptr_t)s->step)
+        for (int64_t line = 0; line < written; line += 4) *(four *)(to + line) = at + (uintptr_t)(64 * line);
+    return to;
+}
+
 NOINLINE void collect(wishes *w, const stream *s, int n)
 {
     const char **to = w->line;
     for (int i = 0; i < n; i++) {
         const int64_t lines = s[i].lines;
-        four at = (uintptr_t)s[i].at + (four){0, 64, 128, 192};
-        for (int64_t left = MIN(s[i].left, w->line + MOST_LINES - to); left >= lines && left > 0; left -= lines) {
-            for (int64_t line = 0; line < lines; line += 4) *(four *)(to + line) = at + (uintptr_t)(64 * line); /* what is too much is overwritten */
-            to += lines;
-            at += (uintptr_t)s[i].step;
-        }
+        if (!s[i].left) continue;
+        const int64_t rows = MIN(s[i].left, w->line + MOST_LINES - to) / lines;
+        if (lines <= 4) /* known lengths make loops with no end within */
+            to = collect_rows(to, &s[i], rows, lines, 4);
+        else if (lines <= 8)
+            to = collect_rows(to, &s[i], rows, lines, 8);
+        else
+            to = collect_rows(to, &s[i], rows, lines, lines);
     }
     w->next = 0;
     w->n = to - w->line;

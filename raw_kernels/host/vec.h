@@ -303,6 +303,14 @@ INLINE vec tanh_vec(vec x)
 #endif
 #endif
 
+/* The first (or last) halves of a and of b, where blocks of KR keys are half a vector */
+#if defined(SHUFFLE) && !defined(BURST_DOUBLE) && VBYTES == 64 && KR == 8
+#define JOIN(a, b, last) SHUFFLE(a, b, 8 * last, 8 * last + 1, 8 * last + 2, 8 * last + 3, 8 * last + 4, 8 * last + 5, 8 * last + 6, 8 * last + 7, \
+                                 16 + 8 * last, 17 + 8 * last, 18 + 8 * last, 19 + 8 * last, 20 + 8 * last, 21 + 8 * last, 22 + 8 * last, 23 + 8 * last)
+#elif defined(SHUFFLE) && !defined(BURST_DOUBLE) && VBYTES == 32 && KR == 4
+#define JOIN(a, b, last) SHUFFLE(a, b, 4 * last, 4 * last + 1, 4 * last + 2, 4 * last + 3, 8 + 4 * last, 9 + 4 * last, 10 + 4 * last, 11 + 4 * last)
+#endif
+
 /* LANES x LANES, in place.  Interleaving row i with row i + LANES/2, log2(LANES) times, transposes. */
 INLINE void transpose(vec r[])
 {
