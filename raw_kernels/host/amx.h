@@ -202,6 +202,13 @@ NOINLINE void bf16_add_rows(rows_of p, pairs_of x, float *g, int64_t keys, int64
 /* The leading piece of each lane, to nearest, still in place of a float32: x - leading(x) is exact. */
 INLINE vec leading(vec x) { return (vec)(((ivec)x + 0x8000) & (INT)0xffff0000); }
 
+typedef bf16 vec_of_bf16 __attribute__((vector_size(64), aligned(2), may_alias));
+typedef bf16 eight_of_bf16 __attribute__((vector_size(16), aligned(2), may_alias));
+
+/* Has bit 15 where a number is of exponent `strange` or more: an infinity or a NaN is */
+#define MARKED(x, strange) (((x) & 0x7f80) + (bf16)(0x8000 - (strange)))
+INLINE int is_marked(vec_of_bf16 any_of) { return any((ivec)(any_of & 0x8000)); }
+
 #if PIECES == 3
 /* One row of the caller's float32, times a factor, in three planes, zeros up to `padded`. */
 INLINE int copy_row(const char *src, int64_t step, int64_t n, int64_t padded, bf16 *dst, int64_t plane, float factor, bf16 strange)
@@ -224,9 +231,6 @@ INLINE int copy_row(const char *src, int64_t step, int64_t n, int64_t padded, bf
     return 0; /* such input does not come here: burst_tame */
 }
 #else
-typedef bf16 vec_of_bf16 __attribute__((vector_size(64), aligned(2), may_alias));
-typedef bf16 eight_of_bf16 __attribute__((vector_size(16), aligned(2), may_alias));
-
 /* One row of the caller's, zeros up to `padded`; returns whether a number of `strange` or more is in it, an infinity or a NaN. */
 INLINE int copy_row(const char *src, int64_t step, int64_t n, int64_t padded, bf16 *dst, int64_t plane, float factor, bf16 strange)
 {
@@ -238,16 +242,16 @@ INLINE int copy_row(const char *src, int64_t step, int64_t n, int64_t padded, bf
         eight_of_bf16 some_wild = {0};
         for (; c + 32 <= n; c += 32) {
             const vec_of_bf16 x = *(const vec_of_bf16 *)(src + 2 * c);
-            any_wild |= (vec_of_bf16)((x & 0x7f80) >= strange);
+            any_wild |= MARKED(x, strange);
             *(vec_of_bf16 *)(dst + c) = x;
         }
         for (; c + 8 <= n; c += 8) {
             const eight_of_bf16 x = *(const eight_of_bf16 *)(src + 2 * c);
-            some_wild |= (eight_of_bf16)((x & 0x7f80) >= strange);
+            some_wild |= MARKED(x, strange);
             *(eight_of_bf16 *)(dst + c) = x;
         }
-        UNROLL for (int i = 0; i < 8; i++) wild |= some_wild[i] != 0;
-        wild |= any((ivec)any_wild);
+        UNROLL for (int i = 0; i < 8; i++) wild |= some_wild[i] >> 15;
+        wild |= is_marked(any_wild);
     }
     for (; c < n; c++) {
         memcpy(dst + c, src + c * step, 2);
@@ -270,10 +274,10 @@ INLINE int copy_rows(const char *src, int64_t apart, int64_t step, int64_t count
         for (; row < count; row++)
             for (int64_t c = 0; c < n; c += 32) {
                 const vec_of_bf16 x = *(const vec_of_bf16 *)(src + row * apart + 2 * c);
-                any_wild |= (vec_of_bf16)((x & 0x7f80) >= strange);
+                any_wild |= MARKED(x, strange);
                 *(vec_of_bf16 *)(dst + row * ld + c) = x;
             }
-        wild = any((ivec)any_wild);
+        wild = is_marked(any_wild);
     }
 #endif
     for (; row < count; row++) wild |= copy_row(src + row * apart, step, n, padded, dst + row * ld, plane, factor, strange);
@@ -287,16 +291,27 @@ INLINE vec paired(const bf16 *a, const bf16 *b) /* words of 16 elements of two r
     return (vec)_mm512_or_si512(low, _mm512_slli_epi32(high, 16));
 }
 
-/* rows[NR][ld] -> words[depth / 2][NR]: pairs of columns */
-NOINLINE void pair_columns(const bf16 *rows, int64_t ld, int64_t depth, uint32_t *words)
+/* Whether a row's n columns are what kernels take, where they lie */
+INLINE int lies_ready(const burst_array *x, int64_t n)
 {
+    return PIECES == 1 && x->step[3] == 2 && x->step[1] % 2 == 0 && n % STEP == 0;
+}
+
+/* rows[NR][ld] -> words[depth / 2][NR]: pairs of columns.  Returns whether a number of `strange` or more is among them. */
+NOINLINE int pair_columns(const bf16 *rows, int64_t ld, int64_t depth, uint32_t *words, bf16 strange)
+{
+    vec_of_bf16 any_of = {0};
     for (int j = 0; j < VR; j++)
         for (int64_t w = 0; w < depth / 2; w += 16) {
             vec r[16];
-            UNROLL for (int i = 0; i < 16; i++) r[i] = loadu((const float *)(rows + (j * 16 + i) * ld + 2 * w));
+            UNROLL for (int i = 0; i < 16; i++) {
+                r[i] = loadu((const float *)(rows + (j * 16 + i) * ld + 2 * w));
+                any_of |= MARKED((vec_of_bf16)r[i], strange);
+            }
             transpose(r);
             UNROLL for (int i = 0; i < 16; i++) storeu((float *)(words + (w + i) * NR + j * 16), r[i]);
         }
+    return is_marked(any_of);
 }
 
 /* rows[NR][ld] -> words[NR / 2][columns]: pairs of rows */
@@ -307,17 +322,21 @@ NOINLINE void pair_rows(const bf16 *rows, int64_t ld, int64_t columns, uint32_t 
             storeu((float *)(words + i * columns + c), paired(rows + 2 * i * ld + c, rows + (2 * i + 1) * ld + c));
 }
 
-/* rows[keys][ld] -> turned[columns][ld_turned] */
-NOINLINE void turn(const bf16 *rows, int64_t ld, int64_t keys, int64_t columns, bf16 *turned, int64_t ld_turned)
+/* rows[keys][ld] -> turned[columns][ld_turned]; returns the same */
+NOINLINE int turn(const bf16 *rows, int64_t ld, int64_t keys, int64_t columns, bf16 *turned, int64_t ld_turned, bf16 strange)
 {
+    vec_of_bf16 any_of = {0};
     for (int64_t key = 0; key < keys; key += 32)
         for (int64_t c = 0; c < columns; c += 16) {
             vec r[16];
-            UNROLL for (int i = 0; i < 16; i++)
+            UNROLL for (int i = 0; i < 16; i++) {
                 r[i] = paired(rows + (key + 2 * i) * ld + c, rows + (key + 2 * i + 1) * ld + c);
+                any_of |= MARKED((vec_of_bf16)r[i], strange);
+            }
             transpose(r);
             UNROLL for (int i = 0; i < 16; i++) storeu((float *)(turned + (c + i) * ld_turned + key), r[i]);
         }
+    return is_marked(any_of);
 }
 
 /* ---------------------------------------------------------------- a tile of keys */
@@ -358,39 +377,55 @@ INLINE rows_of turned_of(const bf16_tile *t, int64_t block)
     return (rows_of){t->turned + block * KR, t->ld_turned, t->plane_turned};
 }
 
+/* Rows of K or V of a tile from `first` on, and zeros up to whole steps: P is 0 there, and 0 times what was left there must be 0.
+ * Returns whether a number of `strange` or more is among them. */
+INLINE int load_rows(const burst_array *x, int64_t batch, int64_t head, const key_tile *at, int64_t first, int64_t n, bf16 *rows, int64_t ld,
+                     int64_t plane, bf16 strange)
+{
+    const int64_t padded = ROUND_UP(n, STEP);
+    const int found = copy_rows(row_at(x, batch, at->first + first, head), x->step[1], x->step[3], at->live - first, n, padded, rows + first * ld, ld,
+                                plane, 1, strange);
+    for (int piece = 0; piece < PIECES; piece++)
+        for (int64_t i = at->live; i < ROUND_UP(at->live, STEP); i++) memset(rows + piece * plane + i * ld, 0, (size_t)padded * 2);
+    return found;
+}
+
 NOINLINE void load_bf16_tile(bf16_tile *t, const call *c, int64_t batch, int64_t head, int64_t index, int backward)
 {
     const burst_block *b = c->b;
-    const int64_t depth = ROUND_UP(b->d, STEP), width = ROUND_UP(b->dim_v, STEP);
     load_positions(&t->at, c, index);
-    const int64_t keys = ROUND_UP(t->at.live, STEP);
-    t->at.wild_k = copy_rows(row_at(&b->k, batch, t->at.first, head), b->k.step[1], b->k.step[3], t->at.live, b->d, depth, t->k, t->ld_k,
-                             t->plane_k, 1, NOT_FINITE);
-    if (copy_rows(row_at(&b->v, batch, t->at.first, head), b->v.step[1], b->v.step[3], t->at.live, b->dim_v, width, t->v, t->ld_v, t->plane_v, 1,
-                  TALL_BF16))
-        t->at.wild_v = look_at_rows(&b->v, b->dim_v, (int)b->type, batch, head, t->at.first, t->at.first + t->at.live, &t->at.limit);
+    const int64_t keys = ROUND_UP(t->at.live, STEP), depth = ROUND_UP(b->d, STEP), width = ROUND_UP(b->dim_v, STEP);
+    t->at.wild_k = load_rows(&b->k, batch, head, &t->at, 0, b->d, t->k, t->ld_k, t->plane_k, NOT_FINITE);
+    /* Forward wants V turned alone: whole steps of keys from where they lie */
+    const int64_t lying = !backward && lies_ready(&b->v, b->dim_v) ? t->at.live / STEP * STEP : 0;
+    int tall = lying && turn((const bf16 *)row_at(&b->v, batch, t->at.first, head), b->v.step[1] / 2, lying, width, t->turned, t->ld_turned, TALL_BF16);
+    if (lying < keys) tall |= load_rows(&b->v, batch, head, &t->at, lying, b->dim_v, t->v, t->ld_v, t->plane_v, TALL_BF16);
+    if (tall) t->at.wild_v = look_at_rows(&b->v, b->dim_v, (int)b->type, batch, head, t->at.first, t->at.first + t->at.live, &t->at.limit);
     for (int piece = 0; piece < PIECES; piece++) {
-        bf16 *k = t->k + piece * t->plane_k, *v = t->v + piece * t->plane_v, *turned = t->turned + piece * t->plane_turned;
-        for (int64_t i = t->at.live; i < keys; i++) { /* P is 0 there, and 0 times what was left there must be 0 */
-            memset(k + i * t->ld_k, 0, (size_t)depth * 2);
-            memset(v + i * t->ld_v, 0, (size_t)width * 2);
-        }
+        bf16 *turned = t->turned + piece * t->plane_turned;
         if (backward)
-            turn(k, t->ld_k, keys, depth, turned, t->ld_turned);
+            turn(t->k + piece * t->plane_k, t->ld_k, keys, depth, turned, t->ld_turned, NOT_FINITE);
         else
-            turn(v, t->ld_v, keys, width, turned, t->ld_turned);
+            turn(t->v + piece * t->plane_v + lying * t->ld_v, t->ld_v, keys - lying, width, turned + lying, t->ld_turned, TALL_BF16);
     }
 }
 
-/* Rows of Q or dO, [NR, ld] in planes, then as pairs of columns and, where wanted, as pairs of rows. */
+/* Rows of Q or dO as pairs of columns and, where wanted, as pairs of rows: by way of `rows`, [NR, ld] in planes, but for whole panels that
+ * can be taken from where they lie. */
 NOINLINE int load_factor(const burst_array *x, int64_t batch, int64_t head, int64_t row, int count, int64_t n, float factor,
                          bf16 *rows, int64_t ld, uint32_t *columns, uint32_t *rows_paired)
 {
     const int64_t padded = ROUND_UP(n, STEP), plane = NR * ld;
-    const int wild = copy_rows(row_at(x, batch, row, head), x->step[1], x->step[3], count, n, padded, rows, ld, plane, factor, NOT_FINITE);
+    const char *from = row_at(x, batch, row, head);
+    if (count == NR && lies_ready(x, n)) {
+        const int wild = pair_columns((const bf16 *)from, x->step[1] / 2, n, columns, NOT_FINITE);
+        if (rows_paired) pair_rows((const bf16 *)from, x->step[1] / 2, n, rows_paired);
+        return wild;
+    }
+    const int wild = copy_rows(from, x->step[1], x->step[3], count, n, padded, rows, ld, plane, factor, NOT_FINITE);
     for (int piece = 0; piece < PIECES; piece++) {
         for (int i = count; i < NR; i++) memset(rows + piece * plane + i * ld, 0, (size_t)padded * 2);
-        pair_columns(rows + piece * plane, ld, padded, columns + piece * (padded / 2 * NR));
+        pair_columns(rows + piece * plane, ld, padded, columns + piece * (padded / 2 * NR), NOT_FINITE);
         if (rows_paired) pair_rows(rows + piece * plane, ld, padded, rows_paired + piece * (NR / 2 * padded));
     }
     return wild;

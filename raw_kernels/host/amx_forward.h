@@ -9,6 +9,12 @@
 
 #include "amx.h"
 
+#ifdef BURST_DOT
+#define SHARES (VR / 3) /* of what is asked for, a block */
+#else
+#define SHARES 1
+#endif
+
 typedef struct {
     panel panels[BURST_PANELS];
     bf16_tile tile;
@@ -148,6 +154,7 @@ NOINLINE void forward_classic(panel *p, forward_room *w, const call *c, int64_t 
                               int careful)
 {
     vec sum[VR];
+    ask_shares(&w->ahead, (to - from) * SHARES);
     weigh_with_maximum(p, w, from, to, c->b, sum);
     add_sums(p, sum);
     if (careful)
@@ -158,7 +165,6 @@ NOINLINE void forward_classic(panel *p, forward_room *w, const call *c, int64_t 
 }
 
 #ifdef BURST_DOT
-#define SHARES (VR / 3) /* of what is asked for, a block */
 /* P of a block of KR keys as pairs of keys, and their sums, for NV vectors of lanes from `first`.  Where it is cut, hidden pairs are 0
  * whatever came out there. */
 INLINE void weigh_dots(forward_room *w, int64_t block, const panel *p, const uint32_t *query, int64_t depth, float factor,
@@ -236,7 +242,6 @@ INLINE void forward_weights(panel *p, forward_room *w, const burst_block *b, int
     }
 }
 #else
-#define SHARES 1
 /* P of the blocks [from, to) and their sums.  The products of the next block are made between the weights of this one, a group of
  * lanes at a time. */
 INLINE void forward_weights(panel *p, forward_room *w, const burst_block *b, int64_t from, int64_t to, vec *sum, const parts *seen)
