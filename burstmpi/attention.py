@@ -441,13 +441,14 @@ class BurstAttention:
         untouched += () if any(step.compute for step in steps) else staying
         for name in untouched:
             ring.complete(backend.clear(sums[name]))
-        visit = (self._visit_q if travels == "q" else self._visit_kv)(
-            ring, plan, room, sums, (dout, q, k, v, lse, delta), steps, tally
-        )
         cargo = self._cargo(ring, plan, travels, room, (q, dout, delta, lse) if travels == "q" else (k, v))
         partials = self._partials(ring, plan, travels, room)
         way = plan.ways[travels]
         home = way.host_of_last_step(ring.rank) if way.last[ring.rank] else None
+        final = _Final(sums, results, steps, following if home is None else (), staying) if backend.rounds_sums else None
+        visit = (self._visit_q if travels == "q" else self._visit_kv)(
+            ring, plan, room, sums, (dout, q, k, v, lse, delta), steps, tally, final
+        )
         ring.travel(steps, cargo, visit, partials, home)
         if home is not None:
             ring.transport.compute_reads(partials.home)
@@ -455,10 +456,10 @@ class BurstAttention:
             for name, share in zip(following, came):
                 ring.complete(backend.add(sums[name], share))
         for name, result in results.items():
-            if sums[name] is not result:
+            if sums[name] is not result and not (final and final.covers(name)):
                 ring.complete(backend.copy(result, sums[name]))
 
-    def _visit_q(self, ring, plan, room, sums, arrays, steps, tally):
+    def _visit_q(self, ring, plan, room, sums, arrays, steps, tally, final):
         """Queries come by; dK and dV stay, the visitor's dQ is made afresh and travels on."""
         dout, q, k, v, lse, delta = arrays
         backend = plan.backend
@@ -477,12 +478,12 @@ class BurstAttention:
             rows_q, rows_dout, rows_delta, rows_lse = their
             return backend.attend_backward(
                 rows_dout, rows_q, k, v, rows_lse, rows_delta, dq, sums["dk"], sums["dv"], work,
-                fresh_q=True, fresh_kv=step.index == first,
+                fresh_q=True, fresh_kv=step.index == first, **(final.of(step) if final else {}),
             )  # fmt: skip
 
         return visit
 
-    def _visit_kv(self, ring, plan, room, sums, arrays, steps, tally):
+    def _visit_kv(self, ring, plan, room, sums, arrays, steps, tally, final):
         """Keys come by; dQ stays, the visitor's dK and dV are made afresh and travel on."""
         dout, q, k, v, lse, delta = arrays
         backend = plan.backend
@@ -500,7 +501,7 @@ class BurstAttention:
             work = Work(sight, plan.scores, room["scratch"], ring.progress, tally)
             return backend.attend_backward(
                 dout, q, keys, values, lse, delta, sums["dq"], dk, dv, work,
-                fresh_q=step.index == first, fresh_kv=True,
+                fresh_q=step.index == first, fresh_kv=True, **(final.of(step) if final else {}),
             )  # fmt: skip
 
         return visit
@@ -728,6 +729,26 @@ def _agreed_support(told) -> tuple[bool, str]:
             everywhere = not any(aware for aware, _ in told)
             return False, f"MPI is not CUDA-aware{'' if everywhere else f' on rank {rank}'}: {why}"
     return True, f"MPI is CUDA-aware: {told[0][1]}"
+
+
+class _Final:
+    """Which results a step's kernel writes itself, rounded, as nothing is added to their sums any more.
+
+    alone : gradients of what would travel, where this rank's stays: the first step's block is all of their sum
+    staying : gradients that all blocks are added to
+    """
+
+    def __init__(self, sums, results, steps, alone, staying):
+        computed = [step.index for step in steps if step.compute]
+        self._results = {name: result for name, result in results.items() if sums[name] is not result}
+        self._at = {name: 0 for name in alone if 0 in computed} | {name: computed[-1] for name in staying if computed}
+
+    def covers(self, name) -> bool:
+        return name in self._at
+
+    def of(self, step) -> dict:
+        """The argument of ``attend_backward``."""
+        return {"final": tuple(self._results.get(name) if self._at.get(name) == step.index else None for name in ("dq", "dk", "dv"))}
 
 
 class _Guard:

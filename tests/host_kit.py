@@ -136,6 +136,36 @@ def backward(backend, dout, q, k, v, out, lse, *, cuts=(), tally=None, progress=
     return dq, dk, dv
 
 
+def rounded_gradients(backend, dout, q, k, v, out, lse, cut_q, cut_k, way, **options):
+    """dq, dk, dv in the caller's type, queries and keys coming in two blocks each.
+
+    way : "after": sums are rounded when all is done; "within": the last block of each sum writes the result
+    """
+    rules, dims = Rules(**options), _dims(q, k, v)
+    blocks_q, blocks_k = _cuts(q.shape[1], (cut_q,)), _cuts(k.shape[1], (cut_k,))
+    at, lo, hi = rules.intervals(np.arange(q.shape[1]), q.shape[1], k.shape[1])
+    scores, pos = rules.scores(dims.d), np.arange(k.shape[1], dtype=np.int32)
+    scratch = backend.allocate(backend.scratch_bytes(dims, scores, _longest(blocks_q), _longest(blocks_k), True))
+    delta = np.full(lse.shape, np.nan, dims.accumulator)
+    backend.delta(dout, out, delta)
+    sums = [np.full(x.shape, np.nan, dims.accumulator) for x in (q, k, v)]
+    results = [np.full((*x.shape[:3], x.shape[3] + 5), np.nan, q.dtype)[..., 3:-2] for x in (q, k, v)]
+    for i, qs in enumerate(blocks_q):
+        for j, ks in enumerate(blocks_k):
+            work = Work(Sight(at[qs], lo[qs], hi[qs], pos[ks]), scores, scratch)
+            dq, dk, dv = (x[:, rows] for x, rows in zip(sums, (qs, ks, ks)))
+            last = (j == 1, i == 1, i == 1) if way == "within" else (False,) * 3
+            final = [x[:, rows] if take else None for x, rows, take in zip(results, (qs, ks, ks), last)]
+            backend.attend_backward(
+                dout[:, qs], q[:, qs], k[:, ks], v[:, ks], lse[:, :, qs], delta[:, :, qs], dq, dk, dv, work,
+                fresh_q=j == 0, fresh_kv=i == 0, final=final,
+            )  # fmt: skip
+    if way == "after":
+        for result, total in zip(results, sums):
+            backend.copy(result, total)
+    return results
+
+
 def naive(dout, q, k, v, *, narrow=False, **options):
     """Dense attention and gradients with every array in the accumulator's type: what rounding alone costs.
 

@@ -151,6 +151,21 @@ def test_large_logits(backend, gain, dtype):
     run(backend, dout, q, k, v, dtype, causal=True, cuts=(130,))
 
 
+@pytest.mark.parametrize("rule", ["full", "causal window", "documents"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("rows, cut_q", [(230, 0), (230, 77), (230, 230), (2000, 0)])  # the last: several groups of panels
+def test_gradients_that_the_last_block_rounds(backend, dtype, rule, rows, cut_q):
+    """The bits of sums that are rounded when all is done, for panels that are whole and that are not, and keys that nobody sees."""
+    rng = np.random.default_rng(zlib.crc32(rule.encode()))
+    q, k, v, dout = kit.arrays(rng, 2, rows, 330, 2, 1, 64, 40, dtype)
+    options = {**RULES[rule], **({"documents": ((0, 90, 90, rows), (0, 90, 200, 330))} if rule == "documents" else {})}
+    out, lse = kit.forward(backend, q, k, v, **options)
+    one, two = (kit.rounded_gradients(backend, dout, q, k, v, out, lse, cut_q, 200, way, **options) for way in ("after", "within"))
+    for name, a, b in zip(("dq", "dk", "dv"), one, two):
+        assert np.isfinite(a.astype(np.float64)).all(), name
+        assert a.tobytes() == b.tobytes(), name
+
+
 @pytest.mark.parametrize("options", [{}, {"causal": True}], ids=["full", "causal"])
 @pytest.mark.parametrize("d", [40, 64])  # a scale that is rounded, and one that is not
 @pytest.mark.parametrize("far", [17, 110])  # and where a product's rounding error cannot be told without an FMA

@@ -78,6 +78,7 @@ class Backend(Protocol):
     """See the module's text."""
 
     name: str
+    rounds_sums: bool  # whether attend_backward takes ``final``
     slack: int  # bytes that ``allocate`` takes beyond those it gives
 
     def on(self):
@@ -131,11 +132,15 @@ class Backend(Protocol):
         """
 
     def attend_backward(
-        self, dout, q, k, v, lse, delta, dq, dk, dv, work: Work, *, fresh_q: bool, fresh_kv: bool
+        self, dout, q, k, v, lse, delta, dq, dk, dv, work: Work, *, fresh_q: bool, fresh_kv: bool, final=(None, None, None)
     ) -> Launch | None:
         """Add this block's share to dq, dk and dv; a ``fresh`` one is overwritten, whatever it held.
 
             P = exp(S - lse);  dV += Pᵀ dO;  dP = dO Vᵀ;  dS = P ∘ (dP - delta);  dQ += scale dS K;  dK += scale dSᵀ Q
 
         with the final lse of the whole row, so that no merge is needed.  Rows with lse = -inf add nothing.
+
+        final : for dq, dk and dv, an array of the caller's type, or None.  The last block of a sum writes the result there, rounded
+        once, in place of the sum; dk and dv have both or none.  Given only where the backend ``rounds_sums``: otherwise, and for what
+        other ranks add to later, sums are copied to results at the end.
         """

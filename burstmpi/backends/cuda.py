@@ -38,6 +38,7 @@ class CudaBackend(GpuMemory, PlainVerbs):
     """
 
     name = "cuda"
+    rounds_sums = False
 
     def __init__(self, *, deterministic: bool = False, splits: int | None = None):
         import cupy

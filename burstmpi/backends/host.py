@@ -24,7 +24,7 @@ from .numpy import NumpyBackend
 
 __all__ = ["BuildError", "HostBackend", "ISAS", "available", "missing", "threads_here"]
 
-ABI = 4
+ABI = 5
 TYPES = {"float64": 0, "float32": 1, "float16": 2, "bfloat16": 3}
 PROGRESS = 250_000  # ns between two calls of a caller's progress: MPI needs one every 0.2 ms or so
 IDLE = 20_000_000  # ns, where nobody waits for it and only signals are to be seen
@@ -222,7 +222,7 @@ class _Vector(ctypes.Structure):
 
 
 _CALLBACK = ctypes.CFUNCTYPE(ctypes.c_int)
-_ARRAYS = ("q", "k", "v", "out", "final", "dout", "dq", "dk", "dv")
+_ARRAYS = ("q", "k", "v", "out", "final", "dout", "dq", "dk", "dv", "final_dq", "final_dk", "final_dv")
 _COUNTS = ("batch", "rows_q", "rows_k", "heads", "kv_heads", "d", "dim_v", "type", "first", "fresh_q", "fresh_kv", "threads")
 
 
@@ -349,6 +349,7 @@ class HostBackend(NumpyBackend):
     """
 
     name = "host"
+    rounds_sums = True
 
     def __init__(self, isa: str | None = None, threads: int | None = None, extra_flags=()):
         isa = isa or os.environ.get("BURSTMPI_ISA")
@@ -432,17 +433,22 @@ class HostBackend(NumpyBackend):
         if final is not None:
             self.copy(final, out)
 
-    def attend_backward(self, dout, q, k, v, lse, delta, dq, dk, dv, work: Work, *, fresh_q, fresh_kv) -> None:
+    def attend_backward(self, dout, q, k, v, lse, delta, dq, dk, dv, work: Work, *, fresh_q, fresh_kv, final=(None, None, None)) -> None:
         """Add a block's share to dq, dk, dv; see ``base.Backend.attend_backward``."""
         if not q.size or not k.shape[1]:
-            for fresh, total in ((fresh_q, dq), (fresh_kv, dk), (fresh_kv, dv)):
+            for fresh, total, rounded in zip((fresh_q, fresh_kv, fresh_kv), (dq, dk, dv), final):
                 if fresh:
                     self.clear(total)
+                if rounded is not None:
+                    self.copy(rounded, total)
             return
         block = self._block(q, k, v, lse, work)
         block.fresh_q, block.fresh_kv = fresh_q, fresh_kv
         block.dout, block.delta = _array(dout), _vector(delta)
         block.dq, block.dk, block.dv = _array(dq), _array(dk), _array(dv)
+        for name, rounded in zip(("final_dq", "final_dk", "final_dv"), final):
+            if rounded is not None:
+                setattr(block, name, _array(rounded))
         self._run("attend_backward", block, q.dtype, work)
 
     def _block(self, q, k, v, lse, work: Work) -> _Block:

@@ -33,6 +33,7 @@ class NumpyBackend:
     """The verbs of ``base.Backend`` in NumPy."""
 
     name = "numpy"
+    rounds_sums = False
     slack = ALIGN
 
     # ------------------------------------------------------------ memory

@@ -137,6 +137,7 @@ class ReferenceBackend(NumpyBackend):
     """The ring's verbs, each block dense in float64; memory and copies are NumPy's."""
 
     name = "reference"
+    rounds_sums = False
 
     def scratch_bytes(self, dims, scores, rows_q, rows_k, backward) -> int:
         """None: dense arrays come and go."""

@@ -8,7 +8,7 @@
 
 #include <stdint.h>
 
-#define BURST_ABI 4 /* raised with every change of the struct or of a word; Python refuses another number */
+#define BURST_ABI 5 /* raised with every change of the struct or of a word; Python refuses another number */
 
 enum burst_type { BURST_F64 = 0, BURST_F32 = 1, BURST_F16 = 2, BURST_BF16 = 3 };
 enum burst_word { BURST_GO_ON = 0, BURST_STOP = 1, BURST_CALM = 2 }; /* calm: go on, and no message is under way any more */
@@ -33,6 +33,7 @@ typedef struct {
     burst_array dq;    /* [batch, rows_q, heads, d]      REAL; backward */
     burst_array dk;    /* [batch, rows_k, kv_heads, d]   REAL; backward */
     burst_array dv;    /* [batch, rows_k, kv_heads, dv]  REAL; backward */
+    burst_array final_dq, final_dk, final_dv; /* of the caller's type, each or NULL: written in place of the sum, which is read unless it is fresh */
     burst_vector lse;  /* [batch, heads, rows_q]         REAL, natural log */
     burst_vector delta;/* [batch, heads, rows_q]         REAL; backward */
     const int32_t *at, *lo, *hi; /* [rows_q] */

@@ -297,11 +297,13 @@ static int64_t backward_task(backward_room *w, call *c, int thread, task *k, int
         }
     for (int64_t index = k->start, after; index < k->end; index = after) {
         after = next_tile(c, k->all, index + 1, k->end);
+        const turns_of_tile mine = turns_at(c, k->head, group, index);
         load_bf16_tile(&w->tile, c, k->batch, kv_head, index, 1);
         const int64_t keys = w->tile.at.blocks * KR;
         memset(w->dk, 0, keys * w->depth * sizeof(float));
         memset(w->dv, 0, keys * w->width * sizeof(float));
 #ifdef BURST_DOT
+        const int type_of_dq = target_of_dq(b) == &b->dq ? (int)TYPE_OF_REAL : (int)b->type;
         const int64_t turns = panels_at(c, k, index);
         const task behind = after < k->end ? (task){0} : task_behind(c, k);
         int64_t turn = 0;
@@ -314,27 +316,27 @@ static int64_t backward_task(backward_room *w, call *c, int thread, task *k, int
             const int last = sees_no_more(c, k, i, index + 1);
 #ifdef BURST_DOT
             const int parting = after == k->end && turn + 1 == turns; /* from this task */
-            w->ahead = (shares){.n = 7};
-            stream *ahead = w->ahead.of; /* K, V, dK, dV, Q, dO, dQ */
+            w->ahead = (shares){.n = 9};
+            stream *ahead = w->ahead.of; /* K, V, sums of dK and dV, results of both, Q, dO, dQ */
             stream_keys(ahead, c, k, after, &behind, turn, turns);
-            stream_sums(ahead + 2, c, &w->tile.at, k->batch, kv_head, turn++, turns);
-            ahead[4] = stream_panel(&b->q, c, parting ? &behind : k, parting ? 0 : i + 1, b->d);
-            ahead[5] = stream_panel(&b->dout, c, parting ? &behind : k, parting ? 0 : i + 1, b->dim_v);
-            ahead[6] = stream_of(&b->dq, k->batch, k->head, p->row, last ? p->row + p->count : p->row, b->d, TYPE_OF_REAL);
+            stream_sums(ahead + 2, c, &w->tile.at, mine, k->batch, kv_head, turn++, turns);
+            ahead[6] = stream_panel(&b->q, c, parting ? &behind : k, parting ? 0 : i + 1, b->d);
+            ahead[7] = stream_panel(&b->dout, c, parting ? &behind : k, parting ? 0 : i + 1, b->dim_v);
+            ahead[8] = stream_of(target_of_dq(b), k->batch, k->head, p->row, last ? p->row + p->count : p->row, b->d, type_of_dq);
 #endif
             computed += backward_tile(p, w, c, k->batch, k->head);
             if (last) close_gradient(p, c, k->batch, k->head, w->rows, w->ld);
             if (!carry_on(c, thread)) return computed;
         }
-        const enum turn mine = wait_for_turn(c, thread, k->batch, k->head, group, index);
-        if (mine == STOPPED) return computed;
+        if (!wait_for_turn(c, thread, k->batch, kv_head, index, mine)) return computed;
+        const burst_array *final_dk = final_of(&b->final_dk, mine), *final_dv = final_of(&b->final_dv, mine);
+        const int type = (int)b->type, fresh = is_fresh(b, mine);
         for (int64_t i = 0; i < w->tile.at.live; i++) {
             const int64_t row = w->tile.at.first + i;
-            char *dk = row_at(&b->dk, k->batch, row, kv_head), *dv = row_at(&b->dv, k->batch, row, kv_head);
-            (mine == FIRST ? put_row : add_row)(dk, b->dk.step[3], b->d, w->dk + i * w->depth, scale_k);
-            (mine == FIRST ? put_row : add_row)(dv, b->dv.step[3], b->dim_v, w->dv + i * w->width, 1);
+            settle_row(&b->dk, final_dk, type, k->batch, row, kv_head, 0, b->d, w->dk + i * w->depth, scale_k, fresh);
+            settle_row(&b->dv, final_dv, type, k->batch, row, kv_head, 0, b->dim_v, w->dv + i * w->width, 1, fresh);
         }
-        pass_turn(c, k->batch, k->head, index);
+        pass_turn(c, k->batch, kv_head, index);
     }
     return computed;
 }

@@ -244,15 +244,14 @@ NOINLINE int backward_tile(gradient_panel *p, backward_room *w, const burst_bloc
     return 1;
 }
 
-NOINLINE void add_to_keys(const key_tile *t, const REAL *strips, const burst_array *to, int64_t batch, int64_t head, int64_t n,
-                          REAL factor, enum turn turn)
+NOINLINE void add_to_keys(const key_tile *t, REAL *strips, const burst_array *sum, int type, int64_t batch, int64_t head, int64_t n,
+                          REAL factor, const burst_array *final, int fresh)
 {
     int64_t column = 0;
     for (int s = 0; s < strips_of(n); s++) {
         const int width = strip_width(n, s) * LANES;
         for (int64_t i = 0; i < t->live; i++)
-            (turn == FIRST ? put_row : add_row)(row_at(to, batch, t->first + i, head) + column * to->step[3], to->step[3],
-                                                MIN(width, n - column), strips + i * width, factor);
+            settle_row(sum, final, type, batch, t->first + i, head, column, MIN(width, n - column), strips + i * width, factor, fresh);
         strips += (int64_t)ROUND_UP(BURST_KEYS_BACKWARD, KR) * width;
         column += width;
     }
@@ -262,6 +261,7 @@ static int64_t backward_task(backward_room *w, call *c, int thread, task *k, int
 {
     const burst_block *b = c->b;
     const int64_t keys = ROUND_UP(c->tile_keys, KR);
+    const int type_of_dq = target_of_dq(b) == &b->dq ? (int)TYPE_OF_REAL : (int)b->type;
     int64_t computed = 0;
     for (int64_t i = 0; i < k->n; i++)
         if (sees_no_more(c, k, i, k->start)) {
@@ -275,6 +275,7 @@ static int64_t backward_task(backward_room *w, call *c, int thread, task *k, int
     }
     for (int64_t index = k->start, after; index < k->end; index = after) {
         const int64_t turns = panels_at(c, k, index);
+        const turns_of_tile mine = turns_at(c, k->head, group, index);
         after = next_tile(c, k->all, index + 1, k->end);
         task behind = {0};
         if (after < k->end)
@@ -288,15 +289,15 @@ static int64_t backward_task(backward_room *w, call *c, int thread, task *k, int
             if (!sees_tile(c, k->sees[i], index)) continue;
             if (!k->opened[i]) open_gradient_panel(p, c, k->batch, k->head, k->first + i);
             k->opened[i] = 1;
-            stream ahead[7] = {0}; /* K, V, dK, dV, Q, dO, dQ */
+            stream ahead[9] = {0}; /* K, V, sums of dK and dV, results of both, Q, dO, dQ */
             const int last = sees_no_more(c, k, i, index + 1);
             const int parting = after == k->end && turn + 1 == turns; /* from this task */
             stream_keys(ahead, c, k, after, &behind, turn, turns);
-            stream_sums(ahead + 2, c, &w->tile, k->batch, k->kv_head, turn, turns);
-            ahead[4] = stream_panel(&b->q, c, parting ? &behind : k, parting ? 0 : i + 1, b->d);
-            ahead[5] = stream_panel(&b->dout, c, parting ? &behind : k, parting ? 0 : i + 1, b->dim_v);
-            ahead[6] = stream_of(&b->dq, k->batch, k->head, p->row, last ? p->row + p->count : p->row, b->d, TYPE_OF_REAL);
-            collect(&w->soon, ahead, 7);
+            stream_sums(ahead + 2, c, &w->tile, mine, k->batch, k->kv_head, turn, turns);
+            ahead[6] = stream_panel(&b->q, c, parting ? &behind : k, parting ? 0 : i + 1, b->d);
+            ahead[7] = stream_panel(&b->dout, c, parting ? &behind : k, parting ? 0 : i + 1, b->dim_v);
+            ahead[8] = stream_of(target_of_dq(b), k->batch, k->head, p->row, last ? p->row + p->count : p->row, b->d, type_of_dq);
+            collect(&w->soon, ahead, 9);
             computed += backward_tile(p, w, b);
             if (after < k->end) pack_keys(&w->next, c, k->batch, k->kv_head, turn, turns);
             if (last) close_gradient(p, c, k->batch, k->head, w->rows, w->ld);
@@ -304,11 +305,11 @@ static int64_t backward_task(backward_room *w, call *c, int thread, task *k, int
             turn++;
         }
         if (!turns && after < k->end) pack_keys(&w->next, c, k->batch, k->kv_head, 0, 1);
-        const enum turn mine = wait_for_turn(c, thread, k->batch, k->head, group, index);
-        if (mine == STOPPED) return computed;
-        add_to_keys(&w->tile, w->dk, &b->dk, k->batch, k->kv_head, b->d, (REAL)b->scale, mine);
-        add_to_keys(&w->tile, w->dv, &b->dv, k->batch, k->kv_head, b->dim_v, 1, mine);
-        pass_turn(c, k->batch, k->head, index);
+        if (!wait_for_turn(c, thread, k->batch, k->kv_head, index, mine)) return computed;
+        const int type = (int)b->type, fresh = is_fresh(b, mine);
+        add_to_keys(&w->tile, w->dk, &b->dk, type, k->batch, k->kv_head, b->d, (REAL)b->scale, final_of(&b->final_dk, mine), fresh);
+        add_to_keys(&w->tile, w->dv, &b->dv, type, k->batch, k->kv_head, b->dim_v, 1, final_of(&b->final_dv, mine), fresh);
+        pass_turn(c, k->batch, k->kv_head, index);
         const key_tile done = w->tile;
         w->tile = w->next;
         w->next = done;

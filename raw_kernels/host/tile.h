@@ -272,8 +272,8 @@ NOINLINE void collect(wishes *w, const stream *s, int n)
 
 /* What is asked for in even shares, a turn each */
 typedef struct {
-    stream of[7];
-    int64_t each[7];
+    stream of[9];
+    int64_t each[9];
     int n;
 } shares;
 
