@@ -495,7 +495,8 @@ class HostBackend(NumpyBackend):
         pieces = not others or ((self._forced or _keys_seen(work.sight) >= LONG_ROW) and first.tame(block))
         library = first if pieces else others[0]
         status = getattr(library, verb)(block)
-        work.tally.tiles += _tiles_of(block, library, self._unit(dtype))
+        unit = others[-1] if others else first  # as ``_unit``'s, whose tiles are those of either direction
+        work.tally.tiles += block.tiles if library is unit else _tiles_of(block, library, unit)
         if raised:
             raise raised[0]
         if status:
