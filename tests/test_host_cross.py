@@ -213,7 +213,7 @@ def test_the_thread_sanitizer_reports_nothing(isa, tmp_path):
 def test_the_thread_sanitizer_would_notice(tmp_path):
     """With the release of a turn made relaxed and its order thrown away, two groups add to one dK at once."""
     compiler = compiler_with("tsan", "gcc", "clang")
-    broken = sown(tmp_path, "gradient.h", "memory_order_acquire) != mine", "memory_order_acquire) < 0 * mine")
+    broken = sown(tmp_path, "gradient.h", "memory_order_acquire) != wanted.mine", "memory_order_acquire) < 0 * wanted.mine")
     flags = ["-fsanitize=thread", "-g", "-O1", "-pthread", "-DBURST_PTHREADS", f"-I{broken}"]
     program = build([compiler], tmp_path, *flags)
     case = (1, 2000, 96, 4, 1, 16, 16, {})

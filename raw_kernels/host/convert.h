@@ -75,6 +75,23 @@ INLINE void put_element(char *p, int type, REAL value)
 static const int64_t SIZE_OF_TYPE[] = {8, 4, 2, 2};
 #define TYPE_OF_REAL (sizeof(REAL) == 8 ? BURST_F64 : BURST_F32)
 
+#ifndef BURST_DOUBLE
+typedef uint16_t words_of_vec __attribute__((vector_size(VBYTES / 2), aligned(1), may_alias));
+typedef float vec_anywhere __attribute__((vector_size(VBYTES), aligned(1), may_alias));
+
+/* LANES numbers of a type, one after another */
+INLINE vec fetch(const char *src, const int type)
+{
+    if (type == BURST_F32) return *(const vec_anywhere *)src;
+    const ivec x = __builtin_convertvector(*(const words_of_vec *)src, ivec);
+    if (type == BURST_BF16) return (vec)(x << 16);
+    const ivec sign = (x & 0x8000) << 16, rest = (x & 0x7fff) << 13; /* see from_f16 */
+    const vec normal = (vec)(rest + ((127 - 15) << 23)), special = (vec)(rest + ((255 - 31) << 23));
+    const vec tiny = (vec)(rest + ((127 - 14) << 23)) - 0x1p-14f;
+    return (vec)(sign | (ivec)pick(rest >= 0x0f800000, special, pick(rest < 0x00800000, tiny, normal)));
+}
+#endif
+
 INLINE word load_row_typed(const char *src, int64_t step, int64_t n, REAL *dst, const int type, const int dense)
 {
     word top = 0;

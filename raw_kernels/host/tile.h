@@ -108,18 +108,10 @@ NOINLINE int pack_rows(const burst_array *x, int64_t n, int type, int64_t batch,
 typedef REAL piece_of_row __attribute__((vector_size(KR * sizeof(REAL)), may_alias));
 typedef REAL piece_unaligned __attribute__((vector_size(KR * sizeof(REAL)), aligned(sizeof(REAL)), may_alias));
 
-/* Whether sums of x TO_OVERFLOW have met an infinity, a NaN or a number near TALL */
-INLINE int has_met(const REAL *sums, int n)
-{
-    int strange = 0;
-    UNROLL for (int i = 0; i < n; i++) strange |= sums[i] - sums[i] != 0;
-    return strange;
-}
-
 /* The columns [first, n).  Returns whether an infinity, a NaN or a number near TALL is among them. */
 INLINE int pack_pieces(const REAL *src, int64_t step, int64_t rows, int64_t first, int64_t n, REAL *to, int64_t leaf)
 {
-    piece_of_row spoilt[4] = {{0}};
+    piece_of_row spoilt[4] = {{0}}; /* sums that are not finite then */
     for (; rows > 0; rows--, src += step, to += KR) {
         REAL *at = to + first / KR * leaf;
         int64_t c = first;
@@ -142,20 +134,23 @@ INLINE int pack_pieces(const REAL *src, int64_t step, int64_t rows, int64_t firs
         }
     }
     spoilt[0] += spoilt[1] + spoilt[2] + spoilt[3];
-    return has_met((const REAL *)spoilt, KR);
+    int strange = 0;
+    UNROLL for (int i = 0; i < KR; i++) strange |= spoilt[0][i] - spoilt[0][i] != 0;
+    return strange;
 }
 
-INLINE int pack_leaves_same(const REAL *src, int64_t step, int64_t rows, int64_t n, REAL *to, int64_t leaf)
+#ifdef JOIN
+/* Two rows at once, as their pieces are a vector; `whole` columns, in pairs of vectors */
+INLINE int pack_pairs(const char *src, int64_t apart, int64_t pairs, int64_t whole, REAL *to, int64_t leaf, const int type)
 {
-#ifdef JOIN /* two rows at once: their pieces are a vector */
-    const int64_t whole = n / (2 * LANES) * (2 * LANES), pairs = whole ? rows / 2 : 0;
+    const int64_t size = SIZE_OF_TYPE[type];
     vec spoilt[4] = {{0}};
-    for (int64_t pair = 0; pair < pairs; pair++) {
-        const REAL *one = src + 2 * pair * step, *two = one + step;
-        REAL *at = to + 2 * pair * KR;
+    for (; pairs > 0; pairs--, src += 2 * apart, to += 2 * KR) {
+        REAL *at = to;
         for (int64_t c = 0; c < whole; c += 2 * LANES)
             UNROLL for (int i = 0; i < 2; i++, at += 2 * leaf) {
-                const vec a = loadu(one + c + i * LANES), b = loadu(two + c + i * LANES);
+                const char *from = src + (c + i * LANES) * size;
+                const vec a = fetch(from, type), b = fetch(from + apart, type);
                 spoilt[2 * i] += a * (REAL)TO_OVERFLOW;
                 spoilt[2 * i + 1] += b * (REAL)TO_OVERFLOW;
                 storeu(at, JOIN(a, b, 0));
@@ -163,34 +158,55 @@ INLINE int pack_leaves_same(const REAL *src, int64_t step, int64_t rows, int64_t
             }
     }
     spoilt[0] += spoilt[1] + spoilt[2] + spoilt[3];
-    int strange = has_met((const REAL *)spoilt, LANES);
-    if (whole < n) strange |= pack_pieces(src, step, 2 * pairs, whole, n, to, leaf);
-    if (2 * pairs == rows) return strange;
-    return strange | pack_pieces(src + 2 * pairs * step, step, rows - 2 * pairs, 0, n, to + 2 * pairs * KR, leaf);
-#else
-    return pack_pieces(src, step, rows, 0, n, to, leaf);
-#endif
+    return any(spoilt[0] - spoilt[0] != 0);
 }
+#endif
 
-/* Rows [from, to) of one head of an array, of any type and stride; returns the same. */
-NOINLINE int pack_leaves(const burst_array *x, int64_t n, int type, int64_t batch, int64_t head, int64_t first, int64_t from, int64_t to,
-                         REAL *leaves, int64_t leaf)
+/* Rows [from, to) of a tile, of any type and stride, their columns from `column` on */
+INLINE int pack_rest(const burst_array *x, int64_t column, int64_t n, int type, int64_t batch, int64_t head, int64_t first, int64_t from,
+                     int64_t to, REAL *leaves, int64_t leaf)
 {
     enum { SOME = 64 };
+    if (column >= n || from >= to) return 0;
     if (is_dense(x, type))
-        return pack_leaves_same((const REAL *)row_at(x, batch, first + from, head), x->step[1] / (int64_t)sizeof(REAL), to - from, n,
-                                leaves + from * KR, leaf);
+        return pack_pieces((const REAL *)row_at(x, batch, first + from, head), x->step[1] / (int64_t)sizeof(REAL), to - from, column, n,
+                           leaves + from * KR, leaf);
     int strange = 0;
     for (int64_t i = from; i < to; i++) {
         const char *row = row_at(x, batch, first + i, head);
-        for (int64_t c = 0; c < n; c += SOME) {
+        for (int64_t c = column; c < n; c += SOME) {
             REAL room[SOME];
             const int64_t some = MIN(SOME, n - c);
             load_row(row + c * x->step[3], x->step[3], some, room, type);
-            strange |= pack_leaves_same(room, 0, 1, some, leaves + c / KR * leaf + i * KR, leaf);
+            strange |= pack_pieces(room, 0, 1, 0, some, leaves + c / KR * leaf + i * KR, leaf);
         }
     }
     return strange;
+}
+
+/* Rows [from, to) of one head of an array; returns whether an infinity, a NaN or a number near TALL is among them. */
+NOINLINE int pack_leaves(const burst_array *x, int64_t n, int type, int64_t batch, int64_t head, int64_t first, int64_t from, int64_t to,
+                         REAL *leaves, int64_t leaf)
+{
+    int64_t whole = 0, paired = from; /* columns, and where rows end, that go two rows at once */
+    int strange = 0;
+#ifdef JOIN
+    if (x->step[3] == SIZE_OF_TYPE[type] && n >= 2 * LANES) {
+        const char *src = row_at(x, batch, first + from, head);
+        const int64_t pairs = (to - from) / 2;
+        REAL *at = leaves + from * KR;
+        whole = n / (2 * LANES) * (2 * LANES);
+        paired += 2 * pairs;
+        if (type == BURST_F32)
+            strange = pack_pairs(src, x->step[1], pairs, whole, at, leaf, BURST_F32);
+        else if (type == BURST_F16)
+            strange = pack_pairs(src, x->step[1], pairs, whole, at, leaf, BURST_F16);
+        else
+            strange = pack_pairs(src, x->step[1], pairs, whole, at, leaf, BURST_BF16);
+    }
+#endif
+    strange |= pack_rest(x, whole, n, type, batch, head, first, from, paired, leaves, leaf);
+    return strange | pack_rest(x, 0, n, type, batch, head, first, paired, to, leaves, leaf);
 }
 
 NOINLINE void pack_keys(key_tile *t, const call *c, int64_t batch, int64_t head, int64_t part, int64_t parts)
