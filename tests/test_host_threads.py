@@ -15,7 +15,7 @@ import pytest
 
 from burstmpi.backends import base, host
 from burstmpi.backends.host import ISAS, HostBackend, missing
-from burstmpi.rules import Scores
+from burstmpi.rules import Rules, Scores, Sight
 
 
 @pytest.fixture(params=list(ISAS))
@@ -50,6 +50,32 @@ def test_same_bits_on_any_number_of_threads(isa, dtype, options):
         grads = kit.backward(backend, dout, q, k, v, out, lse, cuts=(333,), tally=tally, **options)
         seen.add((tuple(x.tobytes() for x in (out, lse, *grads)), tally.tiles))
     assert len(seen) == 1
+
+
+@every_isa
+def test_the_heaviest_rows_come_first(isa):
+    """A long document among short ones: the first rows that are done are its own, so that no thread begins it when others are through."""
+    rows, ends = 4000, (*range(0, 1000, 100), 1000, 2600, *range(2700, 4001, 100))
+    rng = np.random.default_rng(4)
+    q, k, v, dout = kit.arrays(rng, 1, rows, rows, 1, 1, 64, 64, "float32")
+    backend, rules = kit.backend_of(isa), Rules(causal=True, documents=ends)
+    dims, scores = base.Dims(1, 1, 1, 64, 64, q.dtype, q.dtype), rules.scores(64)
+    sight = Sight(*rules.intervals(np.arange(rows), rows, rows), np.arange(rows, dtype=np.int32))
+    scratch = backend.allocate(max(backend.scratch_bytes(dims, scores, rows, rows, way) for way in (False, True)))
+    out, lse, delta, dq, dk, dv = (np.full((1, rows, 1, 64), np.nan, np.float32) for _ in range(6))
+    lse, delta = (x[..., 0].transpose(0, 2, 1) for x in (lse, delta))
+
+    def first_rows(run, watched):
+        done = []
+        run(base.Work(sight, scores, scratch, lambda: done.append(np.flatnonzero(np.isfinite(watched).all(axis=-1)))))
+        return next(x for x in done if len(x))
+
+    forward = first_rows(lambda work: backend.attend(q, k, v, out, lse, work, first=True), out[0, :, 0])
+    backend.delta(dout, out, delta)
+    fresh = {"fresh_q": True, "fresh_kv": True}
+    backward = first_rows(lambda work: backend.attend_backward(dout, q, k, v, lse, delta, dq, dk, dv, work, **fresh), dq[0, :, 0])
+    for first in (forward, backward):
+        assert 1000 <= first.min() and first.max() < 2600
 
 
 def test_progress_comes_from_the_calling_thread_and_often(isa):

@@ -56,6 +56,7 @@ int burst_attend(burst_block *b)
     if (burst_scratch_bytes(b, 0) > b->scratch_bytes) return 2;
     const int64_t each = forward_bytes(&c, b, &shared);
     survey_tiles(&c);
+    rank_groups(&c);
     run(&c, forward_worker, shared, each);
     return atomic_load(&c.stop);
 }
@@ -100,6 +101,7 @@ int burst_attend_backward(burst_block *b)
     if (burst_scratch_bytes(b, 1) > b->scratch_bytes) return 2;
     const int64_t each = backward_bytes(&c, b, &shared);
     survey_tiles(&c);
+    rank_groups(&c);
     prepare_backward(&c);
     run(&c, backward_worker, shared, each);
     return atomic_load(&c.stop);

@@ -96,7 +96,8 @@ INLINE turns_of_tile turns_at(const call *c, int64_t head, int64_t group, int64_
 {
     const int64_t share = c->b->heads / c->b->kv_heads;
     int before = 0, all = 0;
-    for (int64_t g = c->groups - 1; g >= 0; g--) { /* late groups come first */
+    for (int64_t i = 0; i < c->groups; i++) {
+        const int64_t g = c->order[i].group;
         if (g == group) before = all;
         all += sees_tile(c, c->groups_see[g], tile);
     }

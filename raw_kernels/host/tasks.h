@@ -8,6 +8,7 @@
 
 #include <sched.h>
 #include <stdatomic.h>
+#include <stdlib.h>
 #include <time.h>
 #include <unistd.h>
 #ifdef _OPENMP
@@ -81,6 +82,11 @@ typedef struct {
     int32_t lo, hi;
 } extent;
 
+/* A group, and how many keys its rows see, in sixteenths of the heaviest group's */
+typedef struct {
+    int64_t weight, group;
+} ranked;
+
 typedef struct {
     burst_block *b;
     int64_t tile_keys;
@@ -90,6 +96,7 @@ typedef struct {
     int32_t *tile_min, *tile_max; /* [tiles] extremes of the keys' positions */
     atomic_int *turn;             /* [batch * kv_heads * tiles] backward: how many groups have added to dK, dV */
     extent *groups_see;           /* [groups] backward */
+    ranked *order;                /* [groups] heaviest first */
     atomic_long next;             /* task */
     atomic_int stop, working;
     atomic_long computed;
@@ -115,10 +122,10 @@ INLINE int64_t room_of(int backward)
 
 /* Panels of a group at most: fewer where there would be few tasks, or where panels are large.  Forward gives the same bits with
  * any grouping, so it may look at the number of threads; backward must not.  More rows never give fewer. */
-enum { ENOUGH = 16 };
+INLINE int64_t enough_tasks(const burst_block *b, int backward) { return backward ? 16 : 4 * b->threads; }
 INLINE int64_t most_panels_of(const burst_block *b, int backward)
 {
-    const int64_t panels = ROUND_UP(b->rows_q, NR) / NR, enough = backward ? ENOUGH : 4 * b->threads;
+    const int64_t panels = ROUND_UP(b->rows_q, NR) / NR, enough = enough_tasks(b, backward);
     const int64_t room = room_of(backward), element = sizeof(REAL) + 2 * BURST_SPLIT;
     const int64_t panel_bytes = (b->d + b->dim_v) * NR * element * (1 + backward);
     int64_t n = MIN(BURST_PANELS, MAX(1, room / panel_bytes));
@@ -141,9 +148,11 @@ INLINE void plan_call(call *c, burst_block *b, int64_t tile_keys, int backward, 
     c->tasks = b->batch * b->heads * c->groups;
     c->tile_min = TAKE(a, int32_t, c->tiles);
     c->tile_max = TAKE(a, int32_t, c->tiles);
+    const int64_t most_groups = MAX(least, 3 * enough_tasks(b, backward)); /* where groups were halved, once from 3 to 1 */
+    c->order = TAKE(a, ranked, most_groups);
     if (backward) {
         c->turn = TAKE(a, atomic_int, b->batch * b->kv_heads * c->tiles);
-        c->groups_see = TAKE(a, extent, MAX(least, 3 * ENOUGH)); /* no more than that where groups were halved, once from 3 to 1 */
+        c->groups_see = TAKE(a, extent, most_groups);
     }
 }
 
@@ -163,6 +172,33 @@ NOINLINE void survey_tiles(call *c)
         c->tile_min[t] = low;
         c->tile_max[t] = high;
     }
+}
+
+/* The heaviest first; where they are alike, the last: neighbours follow each other, and share tiles of keys */
+static int by_weight(const void *x, const void *y)
+{
+    const ranked *a = x, *b = y;
+    return a->weight != b->weight ? (a->weight < b->weight ? 1 : -1) : a->group < b->group ? 1 : -1;
+}
+
+/* Groups in the order in which threads take them: with a heavy one at the end, the others would wait for it. */
+NOINLINE void rank_groups(call *c)
+{
+    const burst_block *b = c->b;
+    const int64_t rows = c->group_panels * NR;
+    int64_t low = INT32_MAX, high = INT32_MIN, most = 1;
+    for (int64_t t = 0; t < c->tiles; t++) {
+        low = MIN(low, c->tile_min[t]);
+        high = MAX(high, c->tile_max[t] + (int64_t)1);
+    }
+    for (int64_t g = 0; g < c->groups; g++) {
+        int64_t keys = 0;
+        for (int64_t i = g * rows; i < MIN((g + 1) * rows, b->rows_q); i++) keys += MAX(0, MIN(high, b->hi[i]) - MAX(low, b->lo[i]));
+        c->order[g] = (ranked){keys, g};
+        most = MAX(most, keys);
+    }
+    for (int64_t g = 0; g < c->groups; g++) c->order[g].weight = c->order[g].weight * 16 / most;
+    qsort(c->order, (size_t)c->groups, sizeof *c->order, by_weight);
 }
 
 INLINE void start_call(call *c, int threads)
@@ -203,9 +239,9 @@ typedef struct {
     char opened[BURST_PANELS];
 } task;
 
-/* Task t: late queries of all heads first, as causal rows are longest there.  Tasks that follow each other have different keys, so
- * that threads which have them add to different dK and dV and do not wait for each other: see wait_for_turn. */
-INLINE int64_t group_of(const call *c, int64_t t) { return c->groups - 1 - t / (c->b->batch * c->b->heads); }
+/* Task t: the heaviest groups of all heads first.  Tasks that follow each other have different keys, so that threads which have them
+ * add to different dK and dV and do not wait for each other: see wait_for_turn. */
+INLINE int64_t group_of(const call *c, int64_t t) { return c->order[t / (c->b->batch * c->b->heads)].group; }
 
 NOINLINE task task_of(const call *c, int64_t t)
 {
