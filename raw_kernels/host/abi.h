@@ -28,7 +28,7 @@ typedef struct {
     burst_array k;     /* [batch, rows_k, kv_heads, d]   */
     burst_array v;     /* [batch, rows_k, kv_heads, dv]  */
     burst_array out;   /* [batch, rows_q, heads, dv]     state, REAL; forward */
-    burst_array final; /* [batch, rows_q, heads, dv]     of the caller's type, or NULL; forward */
+    burst_array final; /* [batch, rows_q, heads, dv]     of the caller's type, or NULL; forward.  burst_round's target; burst_delta has out in it */
     burst_array dout;  /* [batch, rows_q, heads, dv]     of the caller's type; backward */
     burst_array dq;    /* [batch, rows_q, heads, d]      REAL; backward */
     burst_array dk;    /* [batch, rows_k, kv_heads, d]   REAL; backward */

@@ -1,6 +1,6 @@
-/* The verbs of the CPU backend.  Compiled once for each instruction set and accumulator:
+/* The verbs of the CPU backend.  Compiled once for each instruction set, accumulator and direction:
  *
- *   -DBURST_AMX (bfloat16; with -DBURST_PIECES=3 float32, with -DBURST_DOT by vdpbf16ps) | -DBURST_AVX512 | -DBURST_AVX2 | (nothing: portable)
+ *   -DBURST_AMX (bfloat16; with -DBURST_PIECES=3 float32, with -DBURST_DOT by vdpbf16ps) | -DBURST_AVX512 | -DBURST_AVX2 | -DBURST_SVE=bytes | (nothing: portable)
  *   -DBURST_DOUBLE | (nothing: float)
  *   -DBURST_ONLY_FORWARD | -DBURST_ONLY_BACKWARD | (nothing: both): verbs that are not there take no time to compile
  */
