@@ -11,7 +11,9 @@ parcels past the backend's kernels.
 from __future__ import annotations
 
 import os
+import threading
 import warnings
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,7 +56,7 @@ class Stats:
 class BurstAttention:
     """Attention over the ranks of a communicator; plan once, then ``forward`` and ``backward``.
 
-    All methods but ``positions`` are collective: every rank of ``comm`` calls them in the same order.
+    All methods but ``positions`` are collective: every rank of ``comm`` calls them in the same order.  Threads want an object each.
 
     Parameters
     ----------
@@ -132,6 +134,7 @@ class BurstAttention:
             problem = error
         self._ring = Ring(comm, wait)
         self._closed = False
+        self._busy = threading.Lock()
         self._plans: dict[tuple, Plan] = {}
         self._planned = 0  # plans made so far, the same number on every rank
         self._host = None  # the backend of NumPy arrays
@@ -313,9 +316,8 @@ class BurstAttention:
         -------
         This rank's rows, a new C-contiguous array
         """
-        ring = self._start("shard")
         common = {"call": "shard", "side": side, "axis": checks.plain(axis), "root": checks.plain(root)}
-        with self._guard(TypeError, ValueError):
+        with self._start("shard") as ring, self._guard(TypeError, ValueError):
             return shard_rows(ring, lambda: self._side(side), x, axis, root, common)
 
     def gather(self, x, *, axis=1, side="queries", root=None):
@@ -327,9 +329,8 @@ class BurstAttention:
         axis, side : as in ``shard``
         root : the rank that gets the array (others get None), or None: all get it
         """
-        ring = self._start("gather")
         common = {"call": "gather", "side": side, "axis": checks.plain(axis), "root": checks.plain(root)}
-        with self._guard(TypeError, ValueError):
+        with self._start("gather") as ring, self._guard(TypeError, ValueError):
             return gather_rows(ring, lambda: self._side(side), x, axis, root, common)
 
     def _side(self, side):
@@ -361,11 +362,12 @@ class BurstAttention:
             Another rank did not come, or stopped; this object can only be closed then.
         """
         arrays, results = {"q": q, "k": k, "v": v}, {"out": out, "lse": lse}
-        plan, space = self._agree("forward", arrays, results)
-        tally = Tally()
-        with self._guard(), plan.backend.call():
-            self._forward(self._ring, plan, space, arrays, results, tally)
-            self._count("forward", "kv", plan, tally, space)
+        with self._start("forward") as ring:
+            plan, space = self._agree("forward", arrays, results)
+            tally = Tally()
+            with self._guard(), plan.backend.call():
+                self._forward(ring, plan, space, arrays, results, tally)
+                self._count("forward", "kv", plan, tally, space)
         return results["out"], results["lse"]
 
     def _forward(self, ring, plan, space, arrays, results, tally) -> None:
@@ -419,11 +421,12 @@ class BurstAttention:
         (with a softcap, dS has the factor 1 - tanh² too).
         """
         arrays, results = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse}, {"dq": dq, "dk": dk, "dv": dv}
-        plan, space = self._agree("backward", arrays, results)
-        tally = Tally()
-        with self._guard(), plan.backend.call():
-            self._backward_pass(self._ring, plan, space, arrays, results, tally)
-            self._count("backward", plan.travels, plan, tally, space)
+        with self._start("backward") as ring:
+            plan, space = self._agree("backward", arrays, results)
+            tally = Tally()
+            with self._guard(), plan.backend.call():
+                self._backward_pass(ring, plan, space, arrays, results, tally)
+                self._count("backward", plan.travels, plan, tally, space)
         return results["dq"], results["dk"], results["dv"]
 
     def _backward_pass(self, ring, plan, space, arrays, results, tally) -> None:
@@ -516,10 +519,19 @@ class BurstAttention:
                 f"BurstAttention: an earlier call was broken off ({self._ring.broken}); close it and make a new one"
             )
 
-    def _start(self, doing) -> Ring:
-        self._open()
-        self._ring.begin(doing)
-        return self._ring
+    @contextmanager
+    def _start(self, doing):
+        """One call at a time, as calls share the workspace and their messages: give the Ring, or raise."""
+        if not self._busy.acquire(blocking=False):
+            raise RuntimeError(
+                f"BurstAttention: {doing} called during another call, by another thread or by a signal's handler; give each thread an object"
+            )
+        try:
+            self._open()
+            self._ring.begin(doing)
+            yield self._ring
+        finally:
+            self._busy.release()
 
     def _guard(self, *shared):
         """Watch a part of a call; exceptions of the ``shared`` types are raised by all ranks alike."""
@@ -530,7 +542,6 @@ class BurstAttention:
 
         Arrays of a GPU come back in ``arrays`` as CuPy's; missing ``results`` are made.
         """
-        self._start(call)
         given = {name: x for name, x in (arrays | results).items() if x is not None}
         plan, ready = self._meet({"call": call}, lambda: self._check(arrays, results), call, (arrays, results))
         space = self._space(plan.backend)
@@ -662,8 +673,6 @@ class BurstAttention:
         among it: they are the caller's, new ones or given buffers.  On a GPU these are bytes of the device, and
         ``pinned_bytes`` tells those of the host beside them.
         """
-        self._start("workspace_bytes")
-
         def look():
             checks.flag("backward", backward)
             there = self._asked == "cuda" if gpu is None else checks.flag("gpu", gpu)
@@ -672,7 +681,8 @@ class BurstAttention:
             ways = [False, True] if backward else [False]
             return dims, (q[1], k[1]), self._serving(kinds.current_device() if there else None, "gpu", dims.dtype, ways)
 
-        plan, _ = self._meet({"call": "workspace_bytes", "backward": backward}, look)
+        with self._start("workspace_bytes"):
+            plan, _ = self._meet({"call": "workspace_bytes", "backward": backward}, look)
         nbytes = max(plan.nbytes("forward"), plan.nbytes("backward") if backward else 0)
         return nbytes + (plan.backend.slack if nbytes else 0)
 

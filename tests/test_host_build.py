@@ -140,6 +140,39 @@ def test_what_is_loaded_is_what_was_looked_at(cache, source, tmp_path, monkeypat
 
 @needs_compiler
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="no /proc")
+def test_a_number_that_comes_twice_is_no_other_library(cache, source):
+    """Programs that daemonise close all files: the next library is opened under the number of one that is loaded."""
+    compile.load("answer", source, FLAGS)
+    (library,) = cache.glob("*.so")
+    (number,) = (n for n in os.listdir("/proc/self/fd") if os.path.realpath(f"/proc/self/fd/{n}") == str(library.resolve()))
+    os.close(int(number))
+    (source.parent / "answer.h").write_text("#define ANSWER 43\n")
+    assert compile.load("answer", source, FLAGS).answer() == 43
+
+
+FAST = """
+import sys, host_kit as kit, numpy as np
+from burstmpi.backends import host
+q, k, v, dout = kit.arrays(np.random.default_rng(0), 1, 100, 130, 2, 1, 24, 40, "float32")
+out, lse = kit.forward(host.HostBackend(sys.argv[1]), q, k, v, causal=True)
+true = kit.exact(dout, q, k, v, causal=True)
+assert np.abs(out - true[0]).max() < 1e-5 and np.abs(lse - true[1]).max() < 1e-5
+assert np.float64(1e-310) * 1.0 != 0
+"""
+
+
+@needs_compiler
+@pytest.mark.parametrize("more", ["-ffast-math", "-Ofast"])
+def test_a_compiler_that_is_told_to_be_fast_is_told_otherwise(more, cache):
+    """It would take 2^x to pieces, and its start-up code makes the whole process flush subnormals."""
+    isa = next(x for x in ("avx2", "portable") if not host.missing(x))
+    environ = {**os.environ, "CC": f"{compile.compiler()[0]} {more}"}
+    done = subprocess.run([sys.executable, "-c", FAST, isa], env=environ, cwd=HERE, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+@needs_compiler
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="no /proc")
 def test_a_library_keeps_one_file_open_however_often_it_is_asked_for():
     host.HostBackend()
     before = len(os.listdir("/proc/self/fd"))

@@ -13,7 +13,7 @@ import host_kit as kit
 import numpy as np
 import pytest
 
-from burstmpi.backends import base, host
+from burstmpi.backends import base, compile, host
 from burstmpi.backends.host import ISAS, HostBackend, missing
 from burstmpi.rules import Rules, Scores, Sight
 
@@ -164,6 +164,29 @@ def test_a_forked_process_computes_too(isa):
         "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0\n"
         "assert both() == before\n"
     )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_forked_process_computes_where_another_library_had_threads(tmp_path):
+    """OpenMP's threads are one team for all libraries of a process, and the child waits for those that another one had started."""
+    source = tmp_path / "other.c"
+    source.write_text("#include <omp.h>\nvoid start(int *n)\n{\n#pragma omp parallel num_threads(3)\n    n[omp_get_thread_num()] = 1;\n}\n")
+    program = (
+        "import ctypes, os, signal, sys\n"
+        f"sys.path.insert(0, {os.path.dirname(kit.__file__)!r})\n"
+        "import host_kit as kit, numpy as np\n"
+        "from burstmpi.backends.host import HostBackend\n"
+        f"ctypes.CDLL({str(tmp_path / 'other.so')!r}).start((ctypes.c_int * 3)())\n"
+        "if not os.fork():\n"
+        "    signal.alarm(60)\n"
+        "    q, k, v, _ = kit.arrays(np.random.default_rng(2), 1, 300, 300, 4, 4, 32, 32, 'float32')\n"
+        "    os._exit(not np.isfinite(kit.forward(HostBackend(threads=2), q, k, v)[0]).all())\n"
+        "assert os.waitstatus_to_exitcode(os.wait()[1]) == 0\n"
+    )
+    built = subprocess.run([*compile.compiler(), "-shared", "-fPIC", "-fopenmp", str(source), "-o", str(tmp_path / "other.so")], capture_output=True)
+    if built.returncode:
+        pytest.skip("the compiler has no OpenMP")
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 

@@ -1,5 +1,6 @@
 """The interface as programs use it: communicators, buffers, strides, statistics."""
 
+import threading
 import warnings
 
 import numpy as np
@@ -37,6 +38,31 @@ def test_comm_self(comm):
     with BurstAttention(MPI.COMM_SELF) as attn:
         check(run(attn, p), truth(p, {}))
         assert attn.stats.messages == attn.stats.bytes_sent == 0
+
+
+def test_a_call_during_a_call(comm, monkeypatch):
+    """Of another thread or under a signal's handler: it would compute in the same workspace, so it is refused, and the first one goes on."""
+    p, refused = problem(10), []
+
+    def meanwhile():
+        for verb in (lambda: run(attn, p), lambda: attn.shard(p.q), lambda: attn.workspace_bytes(p.q.shape, p.k.shape, p.v.shape, p.q.dtype)):
+            with pytest.raises(RuntimeError, match="called during another call"):
+                verb()
+        refused.append(threading.get_ident())
+
+    def attend(self, *args, **options):
+        meanwhile()
+        other = threading.Thread(target=meanwhile)
+        other.start(), other.join()
+        return real(self, *args, **options)
+
+    real = NumpyBackend.attend
+    monkeypatch.setattr(NumpyBackend, "attend", attend)
+    with BurstAttention(comm, causal=True, backend="numpy") as attn:
+        check(run(attn, p), truth(p, {"causal": True}))
+        monkeypatch.undo()
+        check(run(attn, p), truth(p, {"causal": True}))
+    assert len(set(refused)) == 2 or comm.size > 1  # some ranks have no block
 
 
 def test_two_objects_at_once(comm):

@@ -185,10 +185,11 @@ def _loaded(path: Path) -> ctypes.CDLL | None:
     if file in _LIBRARIES:
         os.close(handle)
         return _LIBRARIES[file]
-    # By its number, and open from now on: by its path it might be another file by now, and a number that comes twice another library.
-    by_number = Path(f"/proc/self/fd/{handle}")
+    # By its number, and open from now on: by its path it might be another file by now.  Each in words of its own: somebody may close our
+    # files, a number then comes twice, and by the same words the loader would give back the library that it knows.
+    by_number = f"/proc/self/fd/{'./' * len(_LIBRARIES)}{handle}"
     try:
-        _LIBRARIES[file] = ctypes.CDLL(str(by_number if by_number.exists() else path))
+        _LIBRARIES[file] = ctypes.CDLL(by_number if os.path.exists(by_number) else str(path))
     except OSError as error:
         os.close(handle)
         raise BuildError(f"{path}: cannot be loaded ({error}); set BURSTMPI_CACHE to a folder that allows it") from None

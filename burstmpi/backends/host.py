@@ -10,6 +10,7 @@ import ctypes
 import os
 import platform
 import re
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from pathlib import Path
@@ -32,7 +33,8 @@ GO_ON, STOP, CALM = range(3)  # what progress tells the kernels, see abi.h
 LONG_ROW = 2048  # keys that a query must see of a block for float32 to go by pieces, unless BURSTMPI_ISA=amx says so
 
 # -ffp-contract: products become FMA wherever there is one.  No -ffast-math: infinities and NaN mean something here.
-BASE_FLAGS = ["-std=gnu11", "-O3", "-fPIC", "-shared", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
+# -fno-fast-math takes back what $CC may bring.
+BASE_FLAGS = ["-std=gnu11", "-O3", "-fPIC", "-shared", "-fno-fast-math", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
 
 _AVX512 = ["-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl", "-mfma", "-mprefer-vector-width=512", "-DBURST_AVX512"]
 _AMX = [*_AVX512, "-mamx-tile", "-mamx-bf16", "-mavx512bf16", "-DBURST_AMX"]
@@ -286,12 +288,20 @@ class _Team:
         return 1 if cls.lost else threads
 
     @classmethod
+    def forking(cls) -> None:
+        """Look for threads that other libraries may have started by OpenMP."""
+        try:
+            cls.started |= len(os.listdir("/proc/self/task")) > threading.active_count()
+        except OSError:
+            pass
+
+    @classmethod
     def forked(cls) -> None:
         cls.lost |= cls.started
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_Team.forked)
+    os.register_at_fork(before=_Team.forking, after_in_child=_Team.forked)
 
 
 def _library(*key) -> _Library:

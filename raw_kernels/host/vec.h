@@ -12,6 +12,10 @@
 #include <stdint.h>
 #include <string.h>
 
+#if defined(__FAST_MATH__) || (defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__)
+#error "2^x and tests for NaN need IEEE arithmetic: this compiler insists on -ffast-math"
+#endif
+
 #ifdef BURST_DOUBLE
 typedef double REAL;
 typedef int64_t INT;
@@ -233,7 +237,7 @@ INLINE vec exp2_vec(vec t)
     const vec r = t - (shifted - ROUNDER);
     vec p = splat(EXP2[EXP2_DEGREE]);
     UNROLL for (int i = EXP2_DEGREE - 1; i >= 0; i--) p = p * r + EXP2[i];
-    return p * (vec)((ivec)shifted << MANTISSA); /* 2^n: 0 at the low end, inf at the high one */
+    return p * (vec)((uvec)shifted << MANTISSA); /* 2^n: 0 at the low end, inf at the high one */
 #endif
 }
 

@@ -41,7 +41,7 @@ INLINE vec weight_of(vec t, ivec *most)
     vec p = splat(EXP2[EXP2_DEGREE]);
     UNROLL for (int i = EXP2_DEGREE - 1; i >= 0; i--) p = p * r + EXP2[i];
     *most = (ivec)_mm256_max_epu32((__m256i)*most, (__m256i)shifted);
-    return (vec)((ivec)p + ((ivec)shifted << MANTISSA)); /* 0 at the low end; just above it subnormal, which is taken as 0 */
+    return (vec)((uvec)p + ((uvec)shifted << MANTISSA)); /* 0 at the low end; just above it subnormal, which is taken as 0 */
 }
 
 /* Whether there is one above 2^41, or NaN */
