@@ -17,6 +17,7 @@ from .arrays import on_gpu, shares_memory
 __all__ = ["LAYOUTS", "WAYS", "KernelError", "accumulator"]
 
 LAYOUTS = ("contiguous", "zigzag", "striped")
+SOFTCAPS = 1e-18, 1e30
 WAYS = ("auto", "q", "kv")
 TYPES = ("float64", "float32", "float16", "bfloat16")
 IDS = "(document ids become boundaries by burstmpi.boundaries)"
@@ -56,6 +57,14 @@ def positive(name, value):
         raise ValueError(f"{name}: must be finite and above 0, got a number beyond float64") from None
     if not math.isfinite(value) or value <= 0:
         raise ValueError(f"{name}: must be finite and above 0, got {value!r}")
+    return value
+
+
+def softcap(value):
+    """A cap such that scores divided by it are neither too small nor too large for float32, or None."""
+    value, (low, high) = positive("softcap", value), SOFTCAPS
+    if value is not None and not low <= value <= high:
+        raise ValueError(f"softcap: must be from {low:g} to {high:g}, got {value!r}")
     return value
 
 

@@ -86,7 +86,7 @@ class Rules:
         put("causal", checks.flag("causal", self.causal))
         put("window", checks.window(self.window))
         put("documents", checks.documents(self.documents))
-        put("softcap", checks.positive("softcap", self.softcap))
+        put("softcap", checks.softcap(self.softcap))
         put("alibi_slopes", checks.slopes(self.alibi_slopes))
         put("scale", checks.positive("scale", self.scale))
 

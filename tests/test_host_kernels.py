@@ -24,6 +24,8 @@ RULES = {
     "causal window": {"causal": True, "window": (50, 0)},
     "documents": {"documents": (0, 3, 90, 131, 201)},
     "softcap": {"softcap": 5.0, "causal": True},
+    "largest softcap": {"softcap": 1e30},
+    "least softcap": {"softcap": 1e-18},
     "alibi": {"alibi_slopes": (0.3, 0.02, 0.7, 0.1)},
     "all": {"causal": True, "window": (70, 0), "documents": (0, 100, 201), "softcap": 7.0, "alibi_slopes": (0.5, 0.25, 0.1, 0.0)},
     "scale": {"scale": 0.31},

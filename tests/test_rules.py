@@ -95,6 +95,8 @@ def test_boundaries_refuse_an_id_that_comes_back():
         ({"window": (-1, 2)}, ValueError, r"window: each side must be 0 or more, got \(-1, 2\)"),
         ({"softcap": float("nan")}, ValueError, "softcap: must be finite and above 0, got nan"),
         ({"softcap": 0}, ValueError, "softcap: must be finite and above 0, got 0.0"),
+        ({"softcap": 1e31}, ValueError, "softcap: must be from 1e-18 to 1e.30, got 1e.31"),
+        ({"softcap": 9e-19}, ValueError, "softcap: must be from 1e-18 to 1e.30, got 9e-19"),
         ({"softcap": "30"}, TypeError, "softcap: must be a number or None, got '30'"),
         ({"scale": float("inf")}, ValueError, "scale: must be finite and above 0, got inf"),
         ({"scale": -1.0}, ValueError, "scale: must be finite and above 0, got -1.0"),
