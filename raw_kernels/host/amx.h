@@ -448,11 +448,15 @@ INLINE vec interleave(vec a, vec b, const int last)
 INLINE vec rounded(vec low, vec high) { return (vec)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low); }
 
 /* Two keys' weights of 16 lanes, as a pair */
+INLINE vec pair_of(vec a, vec b)
+{
+    const vec both = rounded(a, b);
+    return interleave(both, (vec)_mm512_shuffle_f32x4((__m512)both, (__m512)both, 0xee), 0);
+}
 INLINE void put_pair(uint32_t *pairs, int64_t plane, vec a, vec b)
 {
     (void)plane;
-    const vec both = rounded(a, b);
-    put(pairs, interleave(both, (vec)_mm512_shuffle_f32x4((__m512)both, (__m512)both, 0xee), 0));
+    put(pairs, pair_of(a, b));
 }
 
 /* Two keys' weights x[key][half] of 32 lanes, in rows and, where wanted, as pairs */

@@ -14,6 +14,21 @@
 #else
 #define SHARES 1
 #endif
+#define TOTALS (VR * (1 + ROUNDED_SUMS)) /* of a panel's weights and, behind them, of these as they are rounded */
+
+/* Weights of two keys as a pair, and their sums for vector j */
+INLINE void put_and_sum(uint32_t *pairs, int64_t plane, vec a, vec b, vec *rounded)
+{
+#if ROUNDED_SUMS
+    const vec words = pair_of(a, b);
+    (void)plane;
+    put(pairs, words);
+    *rounded = (vec)_mm512_dpbf16_ps((__m512)*rounded, (__m512bh)words, (__m512bh)_mm512_set1_epi32(0x3f803f80));
+#else
+    (void)rounded;
+    put_pair(pairs, plane, a, b);
+#endif
+}
 
 typedef struct {
     panel panels[BURST_PANELS];
@@ -64,7 +79,7 @@ INLINE void weigh_lanes(const float *s, int64_t keys, float factor, const panel 
 {
     for (int j = lane; j < lane + count; j += LANES) {
         const vec m = load(state->ref + j), low = wide ? load(state->low + j) : zero();
-        vec even = zero(), odd = zero();
+        vec even = zero(), odd = zero(), rounded = zero();
         for (int64_t i = 0; i < keys; i += 2) {
             vec a = fused(scored(load(s + i * NR + j), factor), LOG2E, m);
             vec b = fused(scored(load(s + (i + 1) * NR + j), factor), LOG2E, m);
@@ -76,9 +91,10 @@ INLINE void weigh_lanes(const float *s, int64_t keys, float factor, const panel 
             b = exp2_vec(b);
             even += a;
             odd += b;
-            put_pair(pairs + i / 2 * NR + j, plane, a, b);
+            put_and_sum(pairs + i / 2 * NR + j, plane, a, b, &rounded);
         }
         sum[j / LANES] += even + odd;
+        if (ROUNDED_SUMS) sum[TOTALS - VR + j / LANES] += rounded;
     }
 }
 
@@ -123,7 +139,7 @@ NOINLINE void weigh_with_maximum(panel *p, forward_room *w, int64_t from, int64_
         if (factor != 1) scale_block(s, factor);
     }
     raise_maximum(p, w->s, keys, b->dim_v, 0);
-    UNROLL for (int j = 0; j < VR; j++) sum[j] = zero();
+    UNROLL for (int j = 0; j < TOTALS; j++) sum[j] = zero();
     weigh_wide(w->s, keys, 1, p, w->p, w->plane, sum);
 }
 
@@ -147,13 +163,16 @@ NOINLINE void add_values_carefully(panel *p, forward_room *w, const call *c, int
 
 INLINE void add_sums(panel *p, const vec *sum)
 {
-    UNROLL for (int j = 0; j < VR; j++) store(p->l + j * LANES, load(p->l + j * LANES) + sum[j]);
+    UNROLL for (int j = 0; j < VR; j++) {
+        store(p->l + j * LANES, load(p->l + j * LANES) + sum[j]);
+        if (ROUNDED_SUMS) store(p->divisor + j * LANES, load(p->divisor + j * LANES) + sum[TOTALS - VR + j]);
+    }
 }
 
 NOINLINE void forward_classic(panel *p, forward_room *w, const call *c, int64_t batch, int64_t head, int64_t from, int64_t to,
                               int careful)
 {
-    vec sum[VR];
+    vec sum[TOTALS];
     ask_shares(&w->ahead, (to - from) * SHARES);
     weigh_with_maximum(p, w, from, to, c->b, sum);
     add_sums(p, sum);
@@ -181,7 +200,7 @@ INLINE void weigh_dots(forward_room *w, int64_t block, const panel *p, const uin
     UNROLL for (int j = 0; j < NV; j++) {
         const int lane = (first + j) * LANES;
         const vec m = load(p->ref + lane);
-        vec total = sum[first + j];
+        vec total = sum[first + j], rounded = sum[VR + first + j];
         UNROLL for (int i = 0; i < DOT_ROWS; i += 2) {
             vec x[2];
             UNROLL for (int r = 0; r < 2; r++) {
@@ -189,9 +208,10 @@ INLINE void weigh_dots(forward_room *w, int64_t block, const panel *p, const uin
                 if (cut) x[r] = if_seen(&p->q, first + j, pos[i + r], x[r], zero());
                 total += x[r];
             }
-            put_pair(pairs + i / 2 * NR + lane, 0, x[0], x[1]);
+            put_and_sum(pairs + i / 2 * NR + lane, 0, x[0], x[1], &rounded);
         }
         sum[first + j] = total;
+        sum[VR + first + j] = rounded;
     }
 }
 /* Of n blocks that all lanes see */
@@ -270,8 +290,8 @@ INLINE void forward_weights(panel *p, forward_room *w, const burst_block *b, int
 /* Blocks [from, to) with the m that there is.  Returns the first block that is not added: to, or from where weights are too high. */
 NOINLINE int64_t forward_blocks(panel *p, forward_room *w, const burst_block *b, int64_t from, int64_t to)
 {
-    vec sum[VR];
-    UNROLL for (int j = 0; j < VR; j++) sum[j] = zero();
+    vec sum[TOTALS];
+    UNROLL for (int j = 0; j < TOTALS; j++) sum[j] = zero();
     parts parts_seen;
     const parts *seen = sees_all(&w->tile.at, &p->q, from, to) ? NULL : &parts_seen;
     if (seen) find_parts(&parts_seen, &w->tile.at, &p->q, from, to);

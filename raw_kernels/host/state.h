@@ -10,6 +10,7 @@ typedef struct {
     void *query;    /* Q' as the kernel wants it: [d, NR] of REAL times its factor; see amx.h for bfloat16 */
     REAL *out;      /* [dv, NR] O', not yet divided by l */
     REAL *top, *l;  /* [NR] m, or -inf where the lane has seen no score above -inf; sum of P */
+    REAL *divisor;  /* [NR] what O' is divided by: l, or the sum of P as it is multiplied (ROUNDED_SUMS) */
     REAL *ref;      /* [NR] m log2(e), or 0 there */
     REAL *low;      /* [NR] what rounding took from ref, where that is more than a weight can stand, else 0 */
     int64_t row;    /* first row */
@@ -20,7 +21,20 @@ typedef struct {
 
 /* Beyond this, half a rounding of ref is no longer small beside 1, and 2^(s log2(e) - ref) of the largest score might be
  * 0 or infinite.  Such panels go the classic way, tile by tile, with ref + low in place of ref. */
+#if defined(BURST_AMX) && !BURST_SPLIT /* a weight that is not 1 where it should be is rounded to bfloat16 then, and l is not */
+#define FAR_SCORE 0x1p13f
+#else
 #define FAR_SCORE ((REAL)(sizeof(REAL) == 8 ? 0x1p50 : 0x1p21))
+#endif
+
+/* Whether weights, which are rounded to bfloat16, have a second sum, of what they are then.  lse is of the first; out, divided by the second,
+ * does not feel the rounding of a weight that outgrows all others of its row.  One more instruction for 64 products of d 64; on AMX, where 2^x is
+ * most of the time, it would be a seventh of that. */
+#ifdef BURST_DOT
+#define ROUNDED_SUMS 1
+#else
+#define ROUNDED_SUMS 0
+#endif
 
 /* Columns of O' are padded to whole register blocks, on AMX to whole tiles. */
 #ifdef BURST_AMX
@@ -35,6 +49,11 @@ INLINE void take_state(arena *a, panel *p, int64_t dv)
     p->out = TAKE(a, REAL, OUT_ROWS(dv) * NR);
     p->top = TAKE(a, REAL, NR);
     p->l = TAKE(a, REAL, NR);
+#if ROUNDED_SUMS
+    p->divisor = TAKE(a, REAL, NR);
+#else
+    p->divisor = p->l;
+#endif
     p->ref = TAKE(a, REAL, NR);
     p->low = TAKE(a, REAL, NR);
 }
@@ -53,6 +72,7 @@ NOINLINE void open_state(panel *p, const call *c, int64_t batch, int64_t head, i
             p->top[i] = i < p->count ? (REAL)-INFINITY : 0;
             p->l[i] = i < p->count ? 0 : 1;
             p->ref[i] = p->low[i] = 0;
+            p->divisor[i] = p->l[i];
         }
         p->unset = 1;
         return;
@@ -67,7 +87,7 @@ NOINLINE void open_state(panel *p, const call *c, int64_t batch, int64_t head, i
         const double rest = none || !(fabs(exact) < FUSED_REACH) ? 0 : sizeof(REAL) == 8 ? fma((double)lse, LOG2E, -exact) : exact - p->ref[i];
         const int wide = fabs(exact) >= FAR_SCORE && isfinite(p->ref[i]);
         p->low[i] = wide && !none ? (REAL)rest : 0;
-        p->l[i] = none ? 0 : wide ? 1 : (REAL)exp2(rest);
+        p->divisor[i] = p->l[i] = none ? 0 : wide ? 1 : (REAL)exp2(rest);
         p->unset |= none;
         p->wide |= p->low[i] != 0;
     }
@@ -96,7 +116,7 @@ NOINLINE void close_panel(panel *p, const call *c, int64_t batch, int64_t head, 
 {
     const burst_block *b = c->b;
     REAL inverse[NR] __attribute__((aligned(VBYTES)));
-    for (int i = 0; i < NR; i++) inverse[i] = p->l[i] == 0 ? 1 : 1 / p->l[i];
+    for (int i = 0; i < NR; i++) inverse[i] = p->divisor[i] == 0 ? 1 : 1 / p->divisor[i];
     const burst_array *to = b->final.data ? &b->final : &b->out;
     const int type = b->final.data ? (int)b->type : TYPE_OF_REAL;
     int direct = p->count == NR && is_even(to, b->dim_v, type);
@@ -140,6 +160,7 @@ NOINLINE void raise_maximum(panel *p, const REAL *s, int64_t keys, int64_t dv, i
         store(p->low + j * LANES, pick(top == old, old_low, low));
         p->wide |= any(far);
         store(p->l + j * LANES, load(p->l + j * LANES) * fade);
+        if (ROUNDED_SUMS) store(p->divisor + j * LANES, load(p->divisor + j * LANES) * fade);
         if (any(fade != 1)) for (int64_t c = 0; c < dv; c++) {
             REAL *o = p->out + c * NR + j * LANES;
             store(o, load(o) * fade);
