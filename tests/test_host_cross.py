@@ -246,6 +246,7 @@ def test_the_address_sanitizer_would_notice(tmp_path):
     compiler = compiler_with("asan", "gcc")
     broken = sown(tmp_path, "tasks.h", TAKE, SHORTER)
     buffers = sum((broken / name).read_text().count(" = TAKE(") for name in ("tasks.h", "tile.h", "state.h", "gradient.h", "forward.h", "backward.h"))
+    buffers -= 1  # divisor, which vdpbf16ps alone has
     flags = ["-fsanitize=address", "-g", "-O0", "-pthread", "-DBURST_PTHREADS", "-DBURST_GUARD", f"-I{broken}"]
     program = build([compiler], tmp_path, *flags)
 

@@ -33,9 +33,9 @@ NOINLINE void open_gradient(gradient_panel *p, const call *c, int64_t batch, int
     for (int i = 0; i < NR; i++) {
         const REAL lse = i < p->count ? *entry_at(&b->lse, batch, head, p->row + i) : (REAL)-INFINITY;
         const double exact = (double)lse * LOG2E;
-        p->lse[i] = lse == (REAL)-INFINITY ? (REAL)INFINITY : (REAL)exact; /* such rows: P = 2^-inf = 0 */
-        const double lost = sizeof(REAL) == 4 ? exact - (double)p->lse[i] : fma((double)lse, LOG2E, -exact);
-        p->lse_low[i] = isfinite(p->lse[i]) && fabs(exact) < FUSED_REACH ? (REAL)lost : 0;
+        p->lse[i] = lse == (REAL)-INFINITY ? (REAL)INFINITY : reference_of(lse); /* such rows: P = 2^-inf = 0 */
+        const double lost = sizeof(REAL) == 4 ? exact - (double)p->lse[i] : fma((double)lse, LOG2E, -(double)p->lse[i]);
+        p->lse_low[i] = isfinite(p->lse[i]) && fabs(exact) <= FUSED_REACH ? (REAL)lost : 0;
         p->delta[i] = i < p->count ? *entry_at(&b->delta, batch, head, p->row + i) : 0;
     }
     memset(p->dq, 0, OUT_ROWS(b->d) * NR * sizeof(REAL));

@@ -2,6 +2,8 @@
 #ifndef BURST_STATE_H
 #define BURST_STATE_H
 
+#include <float.h>
+
 #include "convert.h"
 #include "tile.h"
 
@@ -43,6 +45,14 @@ typedef struct {
 #define OUT_ROWS(dv) ROUND_UP(dv, KR)
 #endif
 
+/* score log2(e), rounded; where that is beyond the largest number and the score is not, that number: the rest goes into low */
+#define LARGEST ((REAL)(sizeof(REAL) == 8 ? DBL_MAX : FLT_MAX))
+INLINE REAL reference_of(REAL score)
+{
+    const double exact = (double)score * LOG2E;
+    return isfinite(score) && fabs(exact) > LARGEST ? (REAL)copysign(LARGEST, exact) : (REAL)exact;
+}
+
 INLINE void take_state(arena *a, panel *p, int64_t dv)
 {
     take_lanes(a, &p->q);
@@ -82,9 +92,10 @@ NOINLINE void open_state(panel *p, const call *c, int64_t batch, int64_t head, i
         const int none = lse == (REAL)-INFINITY;
         const double exact = (double)lse * LOG2E;
         p->top[i] = lse;
-        p->ref[i] = none ? 0 : (REAL)exact;
+        p->ref[i] = none ? 0 : reference_of(lse);
         /* out stands for weight 2^exact; what rounding took from that goes into l, or into low */
-        const double rest = none || !(fabs(exact) < FUSED_REACH) ? 0 : sizeof(REAL) == 8 ? fma((double)lse, LOG2E, -exact) : exact - p->ref[i];
+        const int lost = none || !isfinite(p->ref[i]) || !(fabs(exact) <= FUSED_REACH);
+        const double rest = lost ? 0 : sizeof(REAL) == 8 ? fma((double)lse, LOG2E, -(double)p->ref[i]) : exact - p->ref[i];
         const int wide = fabs(exact) >= FAR_SCORE && isfinite(p->ref[i]);
         p->low[i] = wide && !none ? (REAL)rest : 0;
         p->divisor[i] = p->l[i] = none ? 0 : wide ? 1 : (REAL)exp2(rest);
@@ -106,7 +117,7 @@ INLINE REAL in_scores_unit(REAL ref, double rest)
 #ifdef BURST_DOUBLE
     const double back = sum - ref, lost = (ref - (sum - back)) + (rest - back); /* ref + rest = sum + lost, exactly */
     const double more = whole + (fma(-whole, LOG2E, sum) + lost) / LOG2E;
-    return isfinite(sum) ? more : whole;
+    return isfinite(sum) ? more : isfinite(ref) ? ref / LOG2E + rest / LOG2E : whole;
 #else
     return (REAL)whole;
 #endif
@@ -151,7 +162,9 @@ NOINLINE void raise_maximum(panel *p, const REAL *s, int64_t keys, int64_t dv, i
         if (settled) top = pick(nothing, top, old);
         const ivec none = top == (REAL)-INFINITY;
         const vec old_ref = load(p->ref + j * LANES), old_low = load(p->low + j * LANES);
-        const vec ref = pick(none, splat(0), top * LOG2E);
+        const vec product = top * LOG2E, largest = pick(top < 0, splat(-LARGEST), splat(LARGEST));
+        const ivec beyond = (top - top == 0) & (product - product != 0);
+        const vec ref = pick(none, splat(0), pick(beyond, largest, product));
         const ivec far = ((ref >= FAR_SCORE) | (ref <= -FAR_SCORE)) & (ref - ref == 0); /* and finite */
         const vec low = pick(far, fused(top, LOG2E, ref), splat(0));
         const vec fade = pick(nothing | (top == old), splat(1), exp2_vec((old_ref - ref) + (old_low - low)));
