@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from burstmpi.backends import host
+from burstmpi.backends import base, host
 from burstmpi.backends.base import Tally
 from burstmpi.backends.host import ISAS, HostBackend, missing
 from burstmpi.layout import place
@@ -428,6 +428,25 @@ class Told:
         if what not in ("attend", "attend_backward"):
             return found
         return lambda block: (self._calls.append(self._name), found(block))[1]
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_numbers_that_cannot_be_split(step):
+    """Three pieces of 8 bits hold a float32 if none of them overflows, is flushed as a subnormal, or is an infinity or a NaN."""
+    backend = HostBackend("portable")
+    library = backend._of(np.dtype(np.float32), False)[0]
+    at = np.zeros(9, np.int32)
+    work = base.Work(Sight(at, at, at, at), Rules().scores(8), np.zeros(0, np.uint8))
+
+    def tame(*some, rest=1.0):
+        q, k, v = (np.full((1, 9, 2, 16), rest, np.float32)[..., ::step] for _ in range(3))
+        v[0, 5, 1, : len(some)] = some
+        return library.tame(backend._block(q, k, v, np.zeros((1, 2, 9), np.float32), work))
+
+    assert tame() and tame(0.0, -0.0, 1e-40, 2.0**-102, -(2.0**70)) and tame(rest=0.0)
+    for some in (np.inf, -np.nan, 2.0**71, -(2.0**-103), 2.0**-126):
+        assert not tame(0.5, some), some
+    assert not tame(rest=2.0**-61)
 
 
 @pytest.mark.parametrize(

@@ -137,24 +137,37 @@ void burst_delta(burst_block *b)
 }
 #endif
 
-/* Whether all numbers of an array are finite and neither huge nor, as a whole, tiny: then float32 may be split. */
+INLINE void look_at_row(const char *from, int64_t step, int64_t n, word normal, word *top, word *least)
+{
+    for (int64_t i = 0; i < n; i++) {
+        const word size = magnitude(*(const REAL *)(from + i * step));
+        *top = MAX(*top, size);
+        *least = MIN(*least, size - normal);
+    }
+}
+
+/* Whether all numbers of an array are finite and neither huge nor so tiny that their last piece would be subnormal, nor the largest of them
+ * small: then float32 may be split.  Zeros may be; subnormals count as such. */
 static int tame(const burst_array *x, const burst_block *b, int64_t rows, int64_t heads, int64_t n)
 {
-    word top = 0;
+    const word normal = magnitude((REAL)(sizeof(REAL) == 8 ? 0x1p-1022 : 0x1p-126));
+    word top = 0, least = (word)-1; /* of magnitudes, and of what they are beyond the least normal number: less than that wraps */
 #ifdef _OPENMP
-#pragma omp parallel for collapse(2) reduction(max : top) num_threads((int)MAX(1, b->threads))
+#pragma omp parallel for collapse(2) reduction(max : top) reduction(min : least) num_threads((int)MAX(1, b->threads))
 #endif
     for (int64_t batch = 0; batch < b->batch; batch++)
         for (int64_t row = 0; row < rows; row++)
             for (int64_t head = 0; head < heads; head++) {
                 const char *from = row_at(x, batch, row, head);
-                word most = 0;
+                word largest = 0, smallest = (word)-1;
                 if (x->step[3] == sizeof(REAL))
-                    for (int64_t i = 0; i < n; i++) most = MAX(most, magnitude(((const REAL *)from)[i]));
+                    look_at_row(from, sizeof(REAL), n, normal, &largest, &smallest);
                 else
-                    for (int64_t i = 0; i < n; i++) most = MAX(most, magnitude(*(const REAL *)(from + i * x->step[3])));
-                top = MAX(top, most);
+                    look_at_row(from, x->step[3], n, normal, &largest, &smallest);
+                top = MAX(top, largest);
+                least = MIN(least, smallest);
             }
+    if (least < magnitude((REAL)0x1p-102) - normal) return 0;
     return top == 0 || (top >= magnitude((REAL)0x1p-60) && top < magnitude(TALL));
 }
 
