@@ -273,6 +273,23 @@ def test_a_cache_that_cannot_be_made_means_numpy(tmp_path, monkeypatch):
         assert backends.choose("auto").name == "numpy"
 
 
+@pytest.mark.parametrize("wish", ["", "~no-such-user/kernels"], ids=["of-nobody", "of-an-unknown-user"])
+def test_no_home_folder_means_numpy(monkeypatch, wish):
+    """A container may run a user that has no line in /etc/passwd, and no HOME."""
+    import pwd
+
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("BURSTMPI_CACHE", wish)
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: {}[uid])
+    monkeypatch.setattr(host, "_LIBRARIES", {})
+    with pytest.warns(RuntimeWarning, match="~.*no folder for compiled kernels .*home.*set BURSTMPI_CACHE") as told:
+        assert backends.choose("auto").name == "numpy"
+    assert len(told) == 1
+    with pytest.raises(ValueError, match="backend: 'host' cannot be used: ~"):
+        backends.choose("host")
+
+
 @needs_compiler
 def test_a_compiler_that_fails_says_why(cache, source):
     source.write_text("int answer(void) { return; nonsense }\n")

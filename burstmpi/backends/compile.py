@@ -64,11 +64,10 @@ def cache_folder() -> Path:
     BuildError
         It cannot be made, or belongs to another user, or others may write to it.
     """
-    if os.environ.get("BURSTMPI_CACHE"):
-        folder = Path(os.environ["BURSTMPI_CACHE"]).expanduser()
-    else:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "burstmpi"
+    shared = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    folder = Path(os.environ.get("BURSTMPI_CACHE") or f"{shared}/burstmpi")
     try:
+        folder = folder.expanduser()  # a RuntimeError where that user, or this one, has no home
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         state = folder.stat()
     except (OSError, RuntimeError) as error:
