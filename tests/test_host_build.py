@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import stat
 import subprocess
 import sys
@@ -75,6 +76,22 @@ def test_sources_headers_flags_and_compiler_are_in_the_key(cache, source, builds
     compile.load("answer", source, FLAGS)
     assert builds[-1][0][:2] == [str(wrapper), "-g0"]
     assert len(builds) == 4 == len(list(cache.glob("*.so")))
+
+
+@needs_compiler
+def test_headers_of_cuda_are_not_in_the_key(cache, source, builds):
+    compile.load("answer", source, FLAGS)
+    (source.parent.parent / "scores.h").write_text("#define CUDA\n")
+    compile.load("answer", source, FLAGS)
+    assert len(builds) == 1
+
+
+def test_sources_include_headers_of_their_own_folder_alone():
+    """Others are not in the key, so that a change of theirs would not be compiled."""
+    folder = host._sources()
+    for path in (*folder.glob("*.c"), *folder.glob("*.h")):
+        for name in re.findall(r'^\s*#\s*include\s*"(.*)"', path.read_text(), flags=re.M):
+            assert "/" not in name and (folder / name).exists(), f"{path.name} includes {name}"
 
 
 def spoil_flip(path):
@@ -476,8 +493,6 @@ def test_sanitizers_report_nothing(isa, tmp_path):
 
 def test_the_struct_is_that_of_the_header():
     """Field by field, in the order of abi.h."""
-    import re
-
     text = (host._sources() / "abi.h").read_text()
     body = re.sub(r"/\*.*?\*/", "", text[text.index("typedef struct {\n    burst_array q") :], flags=re.S)
     names = []

@@ -2,7 +2,7 @@
 
     folder   = $BURSTMPI_CACHE, else $XDG_CACHE_HOME/burstmpi, else ~/.cache/burstmpi
     file     = <name>-<what>-<who>.so, owner only (0600), with a digest of its own content behind it
-    what     = hash(sources, flags, CPU, libc)
+    what     = hash(source, headers of its folder, flags, CPU, libc)
     who      = hash(compiler's path, arguments, size and time)
 
 A file appears by rename, so nobody ever sees half of one; a lock lets one process of many compile while the others
@@ -132,8 +132,9 @@ def _file(folder: Path, what: str, command) -> Path:
 
 
 def _what(main: Path, flags) -> str:
+    """Hash what decides the machine code; a source may include headers of its own folder alone."""
     digest = hashlib.sha256(repr((flags, cpu(), platform.libc_ver())).encode())
-    for source in sorted([main, *main.parent.glob("*.h"), *main.parent.parent.glob("*.h")]):
+    for source in [main, *sorted(main.parent.glob("*.h"))]:
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
     return digest.hexdigest()[:24]
 
