@@ -392,8 +392,26 @@ def test_a_compiler_that_cannot_pad_jumps_builds_all_the_same(cache, builds, mon
     assert host.HostBackend("portable")._extra == () and len(builds) == 3
 
 
+# A file system that cannot lock, as Lustre often: put before a program that has imported ``compile``, and a folder.
+NO_FLOCK = """
+import os
+real = compile.fcntl.flock
+
+def flock(file, how):
+    if os.readlink(f"/proc/self/fd/{file.fileno()}").startswith(FOLDER):
+        raise OSError(38, "Function not implemented")
+    real(file, how)
+
+compile.fcntl.flock = flock
+"""
+
+
 @needs_compiler
-def test_sixty_four_processes_and_one_compile(cache, source, tmp_path):
+@pytest.mark.parametrize("locks, processes", [("cache", 64), ("temporary", 16)])
+def test_many_processes_and_one_compile(cache, source, tmp_path, locks, processes):
+    """Whether the cache's file system has locks or only the node's temporary folder."""
+    if locks == "temporary" and not os.path.isdir("/proc/self/fd"):
+        pytest.skip("no /proc")
     log = tmp_path / "log"
     wrapper = tmp_path / "mycc"
     wrapper.write_text(f'#!/bin/sh\necho run >> {log}\nsleep 1\nexec {compile.compiler()[0]} "$@"\n')
@@ -404,13 +422,50 @@ def test_sixty_four_processes_and_one_compile(cache, source, tmp_path):
         f"spec = importlib.util.spec_from_file_location('compile', {compile.__file__!r})\n"
         "compile = importlib.util.module_from_spec(spec)\n"
         "spec.loader.exec_module(compile)\n"
-        f"print(compile.load('answer', pathlib.Path({str(source)!r}), {FLAGS!r}).answer())\n"
+        + NO_FLOCK.replace("FOLDER", repr(str(cache))) * (locks == "temporary")
+        + f"print(compile.load('answer', pathlib.Path({str(source)!r}), {FLAGS!r}).answer())\n"
     )
-    environ = {**os.environ, "CC": str(wrapper)}
-    ranks = [subprocess.Popen([sys.executable, str(program)], env=environ, stdout=subprocess.PIPE) for _ in range(64)]
-    assert [rank.communicate(timeout=120)[0].strip() for rank in ranks] == [b"42"] * 64
+    (tmp_path / "tmp").mkdir()
+    environ = {**os.environ, "CC": str(wrapper), "TMPDIR": str(tmp_path / "tmp")}
+    ranks = [subprocess.Popen([sys.executable, str(program)], env=environ, stdout=subprocess.PIPE) for _ in range(processes)]
+    assert [rank.communicate(timeout=120)[0].strip() for rank in ranks] == [b"42"] * processes
     assert log.read_text().split() == ["run"]
     assert len(list(cache.glob("*.so"))) == 1
+    left = [(path.name.split("-")[:2], stat.S_IMODE(path.stat().st_mode)) for path in (tmp_path / "tmp").iterdir()]
+    assert left == [(["burstmpi", str(os.geteuid())], 0o600)] * (locks == "temporary")
+
+
+@needs_compiler
+@pytest.mark.skipif(compile.fcntl is None, reason="no locks")
+@pytest.mark.parametrize("planted", ["a link", "another user's", "a pipe"])
+def test_a_lock_that_another_user_has_planted_is_not_waited_for(cache, source, tmp_path, builds, monkeypatch, planted):
+    """Whoever can take a lock could keep all of us waiting."""
+    real, asked = os.fstat, []
+    monkeypatch.setattr(compile.tempfile, "tempdir", str(tmp_path))
+    target = tmp_path / "target"
+    target.write_text("untouched")
+    lock = tmp_path / f"burstmpi-{os.geteuid()}-{compile._file(cache, f'answer-{compile._what(source, FLAGS)}', compile.compiler()).stem}.lock"
+    if planted == "a link":
+        lock.symlink_to(target)
+    elif planted == "a pipe":
+        os.mkfifo(lock, 0o600)
+    else:
+        lock.touch(0o666)
+
+    def flock(file, how):
+        asked.append(real(file.fileno()).st_ino)
+        raise OSError(38, "Function not implemented")
+
+    def fstat(handle):
+        state = list(real(handle))
+        state[stat.ST_UID] += planted == "another user's" and state[stat.ST_INO] == lock.stat().st_ino
+        return os.stat_result(state)
+
+    monkeypatch.setattr(compile.fcntl, "flock", flock)
+    monkeypatch.setattr(compile.os, "fstat", fstat)
+    assert compile.load("answer", source, FLAGS).answer() == 42
+    assert asked == [path.stat().st_ino for path in cache.glob("*.lock")] and len(builds) == 1
+    assert target.read_text() == "untouched"
 
 
 EIGHTH = """

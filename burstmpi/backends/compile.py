@@ -5,8 +5,9 @@
     what     = hash(source, headers of its folder, flags, CPU, libc)
     who      = hash(compiler's path, arguments, size and time)
 
-A file appears by rename, so nobody ever sees half of one; a lock lets one process of many compile while the others
-wait.  What could have been written or damaged by anybody else is not loaded: the folder and the file must belong to
+A file appears by rename, so nobody ever sees half of one.  One process of a node compiles while the others wait for its
+lock: in the cache, or in the node's temporary folder where the cache's file system has no flock.  Where neither has,
+all compile and the last rename stays.  What could have been written or damaged by anybody else is not loaded: the folder and the file must belong to
 this user and be writable by nobody else, and the digest must be right; what is loaded is the very file that was looked at.
 
 A node without a compiler takes what any compiler has made of the same sources for the same CPU.
@@ -23,13 +24,13 @@ import shutil
 import stat
 import subprocess
 import tempfile
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
 try:
     import fcntl
-except ImportError:  # no such locks here: all processes compile, and the last rename stays
+except ImportError:  # no such locks here
     fcntl = None
 
 __all__ = ["BuildError", "cache_folder", "compiler", "load"]
@@ -209,14 +210,29 @@ def _sound(handle: int) -> bool:
 
 @contextmanager
 def _alone(path: Path):
-    """Let one process at a time in; a file system without locks lets all in, which is only slower."""
-    with open(os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | NOFOLLOW, 0o600), "wb") as lock:
-        try:
-            if fcntl:
-                fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError:
-            pass
+    """Let one process of this node at a time in, or all where no file can be locked, which is only slower."""
+    with ExitStack() as files:
+        if not _locked(files.enter_context(_lock_file(path.with_suffix(".lock")))):
+            with suppress(OSError):  # a folder of all users: another one may have made that file, or a link
+                name = f"burstmpi-{path.parent.stat().st_uid}-{path.stem}.lock"
+                _locked(files.enter_context(_lock_file(Path(tempfile.gettempdir(), name))))
         yield
+
+
+def _lock_file(path: Path):
+    return open(os.open(path, os.O_RDWR | os.O_CREAT | NOFOLLOW, 0o600), "wb")
+
+
+def _locked(file) -> bool:
+    """Wait for the lock of an open file, which its closing gives up; False where there are no locks or it is not this user's own."""
+    state = os.fstat(file.fileno())
+    if fcntl is None or not stat.S_ISREG(state.st_mode) or _foreign(state):
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)
+    except OSError:
+        return False
+    return True
 
 
 def _build(command, flags, main: Path, path: Path) -> None:
