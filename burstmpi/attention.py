@@ -262,7 +262,7 @@ class BurstAttention:
             if self._asked != "auto":
                 raise ValueError(f"backend: {self._asked!r} cannot be used: {error}") from None
             self._unbuilt.add(dtype.name)
-            self._spare = self._spare or backends.instead(error, stacklevel=8)
+            self._spare = self._spare or backends.instead(error)
         return self._spare
 
     def _space(self, backend) -> Workspace:

@@ -8,6 +8,7 @@ import re
 import stat
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import host_kit as kit
@@ -31,6 +32,14 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("BURSTMPI_CACHE", str(folder))
     monkeypatch.setattr(host, "_LIBRARIES", {})
     return folder
+
+
+@pytest.fixture(autouse=True)
+def untold(monkeypatch):
+    """A first rank of a node that has warned of nothing yet."""
+    monkeypatch.setattr(backends, "_TOLD", set())
+    for name in ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "MV2_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID"):
+        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture
@@ -305,6 +314,76 @@ def test_no_home_folder_means_numpy(monkeypatch, wish):
     assert len(told) == 1
     with pytest.raises(ValueError, match="backend: 'host' cannot be used: ~"):
         backends.choose("host")
+
+
+def script(path, text):
+    path.write_text(text)
+    path.chmod(0o755)
+    return str(path)
+
+
+def hide_compilers(monkeypatch, folder):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CC", raising=False)
+
+
+def make_slow(monkeypatch, folder):
+    def run(words, **_):
+        raise subprocess.TimeoutExpired(words, 600)
+
+    monkeypatch.setenv("CC", script(folder / "slow", "#!/bin/sh\n"))
+    monkeypatch.setattr(compile.subprocess, "run", run)
+
+
+def lose_sources(monkeypatch, folder):
+    monkeypatch.setattr(host, "__file__", str(folder / "burstmpi" / "backends" / "host.py"))
+
+
+CAUSES = {
+    "none": (hide_compilers, "no C compiler found .*; install one, or set CC"),
+    "missing": (lambda m, f: m.setenv("CC", "/no/such -O2"), "CC='/no/such -O2': no such compiler; set CC to a C compiler"),
+    "half a quotation": (lambda m, f: m.setenv("CC", "'cc"), "CC=.*: no command .*; set CC to a C compiler"),
+    "failing": (lambda m, f: m.setenv("CC", script(f / "bad", "#!/bin/sh\necho $RANDOM $$ >&2\nexit 3\n")), r"probe.c \(exit code 3\); install a C compiler that does, or set CC"),
+    "no program": (lambda m, f: m.setenv("CC", script(f / "text", "\x7fELF")), "text: cannot be run .*; install a C compiler"),
+    "slow": (make_slow, "slow: does not compile probe.c in 600 s; install a C compiler"),
+    "no folder": (lambda m, f: m.setenv("BURSTMPI_CACHE", "/dev/null/x"), "no folder for compiled kernels .*; set BURSTMPI_CACHE"),
+    "no sources": (lose_sources, "attend.c is missing; install burstmpi again"),
+}
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_each_cause_is_told_once_with_what_to_do(cache, tmp_path, monkeypatch, cause):
+    """Whatever differs from time to time, as the name of a temporary folder, and whatever Python's filters are."""
+    arrange, text = CAUSES[cause]
+    arrange(monkeypatch, tmp_path)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert [backends.choose("auto").name for _ in range(5)] == ["numpy"] * 5
+    (warning,) = told
+    assert re.search(f'NumPy serves, many times slower: .*{text}.*; or take backend="numpy", if this is meant', str(warning.message))
+
+
+def test_another_cause_is_told_as_well(cache, monkeypatch):
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for cc in ("/no/such", "/nor/this", "/no/such"):
+            monkeypatch.setenv("CC", cc)
+            backends.choose("auto")
+    assert [re.search("CC='(.*)'", str(x.message))[1] for x in told] == ["/no/such", "/nor/this"]
+
+
+@pytest.mark.parametrize("environ", [{"OMPI_COMM_WORLD_LOCAL_RANK": "1"}, {"MPI_LOCALRANKID": "3"}, {"MV2_COMM_WORLD_LOCAL_RANK": "1"}, {"SLURM_LOCALID": "7"}])
+def test_the_first_rank_of_a_node_warns_for_all(cache, monkeypatch, environ):
+    ((name, _),) = environ.items()
+    monkeypatch.setenv("CC", "/no/such")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        monkeypatch.setenv(name, environ[name])
+        assert backends.choose("auto").name == "numpy"
+    monkeypatch.setenv(name, "0")
+    monkeypatch.setenv("SLURM_LOCALID", "0" if name == "SLURM_LOCALID" else "5")  # of a step in which mpirun starts ranks of its own
+    with pytest.warns(RuntimeWarning, match="NumPy serves"):
+        assert backends.choose("auto").name == "numpy"
 
 
 @needs_compiler

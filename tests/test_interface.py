@@ -1,15 +1,17 @@
 """The interface as programs use it: communicators, buffers, strides, statistics."""
 
+import linecache
 import threading
 import warnings
 
 import numpy as np
 import pytest
+import support
 from mpi4py import MPI
 from support import check, collect, problem, run, shards, truth
 
 import burstmpi
-from burstmpi import BurstAttention
+from burstmpi import BurstAttention, backends
 from burstmpi.backends import BACKENDS, compile, host
 from burstmpi.backends.numpy import NumpyBackend
 
@@ -247,7 +249,9 @@ def test_numpy_arrays_go_to_the_compiled_kernels(comm):
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """An empty cache folder of this rank, and kernels that are compiled quickly."""
+    """An empty cache folder of this rank, kernels that are compiled quickly, and warnings of this rank wherever it is."""
+    monkeypatch.setattr(backends, "_TOLD", set())
+    monkeypatch.setattr(backends, "first_here", lambda: True)
     monkeypatch.setenv("BURSTMPI_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(host, "_LIBRARIES", {})
     monkeypatch.setitem(BACKENDS, "host", lambda: host.HostBackend("portable", threads=1, extra_flags=("-O0",)))
@@ -285,6 +289,26 @@ def test_kernels_of_another_type_that_cannot_be_built(comm, cache, monkeypatch, 
                 check(run(attn, theirs), truth(theirs, {"causal": True}))
                 check(run(attn, theirs), truth(theirs, {"causal": True}))
             assert [x for x in told if "NumPy serves" in str(x.message)] == told and len(told) == poor
+            assert all(x.filename == support.__file__ for x in told)  # the line that calls forward
             assert attn.stats.backend == ("numpy" if poor else "host")
         check(run(attn, ours), truth(ours, {"causal": True}))
         assert attn.stats.backend == "host"
+
+
+@pytest.mark.mpi(ranks=(1, 2))
+@pytest.mark.parametrize("call", ["forward", "workspace_bytes"])
+def test_numpy_for_want_of_a_compiler_is_told_at_the_callers_line(comm, cache, monkeypatch, call):
+    """Once in a process, however many objects there are; every rank here counts as its node's first."""
+    monkeypatch.setenv("CC", "false")
+    p = problem(10)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            with BurstAttention(comm) as attn:
+                q, k, v, _ = shards(attn, p)
+                if call == "forward":
+                    attn.forward(q, k, v)  # here
+                else:
+                    attn.workspace_bytes(q.shape, k.shape, v.shape, q.dtype)  # here
+    (warning,) = told
+    assert warning.filename == __file__ and linecache.getline(warning.filename, warning.lineno).endswith("# here\n")

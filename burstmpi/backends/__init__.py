@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 
 from .. import checks
 from ..arrays import reason
 from .base import Backend
-from .host import BuildError, HostBackend
+from .host import BuildError, HostBackend, first_here
 from .numpy import NumpyBackend
 from .reference import ReferenceBackend
 
@@ -30,7 +31,7 @@ def choose(name: str) -> Backend:
         try:
             return BACKENDS["host"]()
         except BuildError as error:
-            return instead(error, stacklevel=3)
+            return instead(error)
     if name == "cuda":
         return on_gpu(None, deterministic=False)
     try:
@@ -39,11 +40,26 @@ def choose(name: str) -> Backend:
         raise ValueError(f"backend: {name!r} cannot be used: {error}") from None
 
 
-def instead(error: BuildError, stacklevel: int) -> Backend:
-    """Make the backend that serves where kernels cannot be built, and warn of it."""
-    text = f"burstmpi: compiled kernels are not available, NumPy serves, many times slower: {error}"
-    warnings.warn(text, RuntimeWarning, stacklevel=stacklevel)
+_TOLD: set[str] = set()  # causes that this process has warned of
+
+
+def instead(error: BuildError) -> Backend:
+    """Make the backend that serves where kernels cannot be built; warn of it once for a cause, on one rank of a node."""
+    cause, newline, details = str(error).partition("\n")
+    if cause not in _TOLD and first_here():
+        text = f"burstmpi: compiled kernels are not available, NumPy serves, many times slower: {cause}"
+        advice = 'or take backend="numpy", if this is meant'
+        warnings.warn(f"{text}; {advice}{newline}{details}", RuntimeWarning, stacklevel=_callers_level())
+        _TOLD.add(cause)
     return NumpyBackend()
+
+
+def _callers_level() -> int:
+    """Give warn's stacklevel, as the function that calls this one must pass it, for the line that called the package."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back and frame.f_globals.get("__name__", "").startswith("burstmpi."):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def on_gpu(device: int | None, *, deterministic: bool) -> Backend:

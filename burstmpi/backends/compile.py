@@ -33,7 +33,7 @@ try:
 except ImportError:  # no such locks here
     fcntl = None
 
-__all__ = ["BuildError", "cache_folder", "compiler", "load"]
+__all__ = ["BuildError", "CompilerError", "cache_folder", "compiler", "load"]
 
 MAGIC = b"burstmpi"
 NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
@@ -41,15 +41,22 @@ TRAILER = 32 + len(MAGIC)  # sha256 of all before it, then the magic
 
 
 class BuildError(RuntimeError):
-    """No library: the text says what is missing and what to do."""
+    """No library: the first line of the text says what is missing and what to do, the same for the same cause."""
+
+
+class CompilerError(BuildError):
+    """The compiler was run and failed: other flags may do."""
 
 
 def compiler() -> list[str]:
     """Find the C compiler as a command: $CC, else cc, gcc or clang."""
-    if os.environ.get("CC"):
-        words = shlex.split(os.environ["CC"])
+    if wish := os.environ.get("CC"):
+        try:
+            words = shlex.split(wish)
+        except ValueError as error:  # a quotation that does not end
+            raise BuildError(f"CC={wish!r}: no command ({error}); set CC to a C compiler, or unset it") from None
         if not words or shutil.which(words[0]) is None:
-            raise BuildError(f"CC={os.environ['CC']!r}: no such compiler")
+            raise BuildError(f"CC={wish!r}: no such compiler; set CC to a C compiler, or unset it")
         return [shutil.which(words[0]), *words[1:]]
     for name in ("cc", "gcc", "clang"):
         if path := shutil.which(name):
@@ -237,15 +244,18 @@ def _locked(file) -> bool:
 
 def _build(command, flags, main: Path, path: Path) -> None:
     """Compile into a private folder, seal, and move into place."""
+    words, advice = [*command, *flags, str(main)], "install a C compiler that does, or set CC to one"
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".build-") as work:
         target = Path(work) / path.name
-        words = [*command, *flags, str(main), "-o", str(target), "-lm"]
         try:
-            done = subprocess.run(words, capture_output=True, text=True, timeout=600, stdin=subprocess.DEVNULL)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise BuildError(f"{shlex.join(words)}: {error}") from None
+            done = subprocess.run([*words, "-o", str(target), "-lm"], capture_output=True, text=True, timeout=600, stdin=subprocess.DEVNULL)
+        except subprocess.TimeoutExpired:
+            raise BuildError(f"{command[0]}: does not compile {main.name} in 600 s; {advice}") from None
+        except OSError as error:
+            raise BuildError(f"{command[0]}: cannot be run ({error}); install a C compiler, or set CC to one") from None
         if done.returncode or not target.exists():
-            raise BuildError(f"{shlex.join(words)}: failed\n{done.stderr.strip()[-2000:]}")
+            told = f"{shlex.join(words)}\n{done.stderr[-2000:]}".strip()
+            raise CompilerError(f"{command[0]}: does not compile {main.name} (exit code {done.returncode}); {advice}\n{told}")
         with open(target, "ab") as file:
             body = target.read_bytes()
             file.write(hashlib.sha256(body).digest() + MAGIC)

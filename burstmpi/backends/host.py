@@ -23,7 +23,7 @@ from .base import Dims, Work
 from .compile import BuildError
 from .numpy import NumpyBackend
 
-__all__ = ["BuildError", "HostBackend", "ISAS", "available", "missing", "threads_here"]
+__all__ = ["BuildError", "HostBackend", "ISAS", "available", "first_here", "missing", "threads_here"]
 
 ABI = 5
 TYPES = {"float64": 0, "float32": 1, "float16": 2, "bfloat16": 3}
@@ -185,6 +185,13 @@ def _ranks_here() -> int:
     return max(1, counts[int(node)]) if node.isdigit() and int(node) < len(counts) else 1
 
 
+def first_here() -> bool:
+    """Tell whether this rank is the first of its node, by the launchers of ``_ranks_here``; True where none does."""
+    names = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "MV2_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
+    told = [number for name in names if (number := os.environ.get(name, "")).isdigit()]
+    return not told or int(told[0]) == 0
+
+
 def _quota(root=Path("/sys/fs/cgroup"), of=Path("/proc/self/cgroup")) -> float:
     """Cores that this process's groups (cgroup v2) may use at a time; infinite where none is limited."""
     least = float("inf")
@@ -254,9 +261,7 @@ class _Library:
         name = "-".join(("host", *which, direction))
         try:
             library = compile.load(name, _sources() / "attend.c", [*flags, "-fopenmp"])
-        except BuildError as error:
-            if "failed\n" not in str(error):
-                raise
+        except compile.CompilerError:
             threads = ["-pthread", "-DBURST_PTHREADS"]  # a compiler without OpenMP
             library = compile.load(name, _sources() / "attend.c", [*flags, *threads])
         library.burst_abi.restype = ctypes.c_int64
