@@ -16,6 +16,7 @@ import numpy as np
 from . import checks, placement
 from .arrays import reason
 from .backends import BuildError, HostBackend, reference
+from .backends.host import threads_here
 from .ring import MPI, cuda_support, launched_tasks, library, node_name
 
 __all__ = ["Facts", "Finding", "examine", "facts", "main"]
@@ -48,6 +49,7 @@ class Facts:
     kernel_error: str = ""  # of the CUDA kernels' compiler
     aware: bool = False
     evidence: str = ""
+    refused: str = ""  # an environment variable with which calls on the CPU raise
     wrong: list = field(default_factory=list)  # what the small calls got wrong, by backend
     right: list = field(default_factory=list)  # (backend, transport, why) of small calls that were right
 
@@ -70,12 +72,13 @@ def facts(comm) -> Facts:
     mpi, mpi4py = library()
     told = Facts(comm.Get_rank(), comm.Get_size(), node_name(os.environ), tasks, name, mpi, mpi4py)
     told.cpus = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else tuple(range(os.cpu_count() or 1))
-    wish = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
-    told.threads = int(wish) if wish.isdigit() and int(wish) else len(told.cpus)
+    told.threads = threads_here()
     try:
-        told.compiled = getattr(HostBackend(), "isa", "") or "compiled"
+        told.compiled = HostBackend().isa
     except BuildError as error:
         told.compile_error = reason(error)
+    except ValueError as error:
+        told.refused = reason(error)
     try:
         told.aware, told.evidence = cuda_support(os.environ)
     except ValueError as error:
@@ -193,8 +196,9 @@ def examine(everyone: list[Facts]) -> list[Finding]:
             )  # fmt: skip
     tell_each(
         False, lambda f: some(f.compile_error), "no compiled host kernels: ",
-        "install a C compiler (cc); until then NumPy computes on the CPU, many times slower",
+        "do as it says, or install a C compiler (cc); until then NumPy computes on the CPU, many times slower",
     )  # fmt: skip
+    tell_each(True, lambda f: some(f.refused), "", "unset it, or give it a value that it may have here")
     with_gpu = ranks_where(lambda f: f.gpu)
     tell_each(
         lambda words: bool(with_gpu) and "cannot be imported" not in words,
@@ -253,7 +257,7 @@ def report(everyone: list[Facts]) -> tuple[str, bool]:
         cores = ",".join(checks.spans(f.cpus)) or "unknown"
         lines.append(
             f"  rank {f.rank}: {f.host}, {f.mpi}, cores {cores}, {f.threads} threads, host kernels "
-            f"{f.compiled or 'missing'}, {gpu}, CUDA-aware: {'yes' if f.aware else 'no'} ({f.evidence})"
+            f"{f.compiled or ('refused' if f.refused else 'missing')}, {gpu}, CUDA-aware: {'yes' if f.aware else 'no'} ({f.evidence})"
         )
         if f.gpu:
             state = "compile" if not f.kernel_error else "do not compile"
@@ -274,11 +278,14 @@ def main() -> int:
     comm = MPI.COMM_WORLD
     mine = facts(comm)
     singletons = mine.size == 1 and mine.tasks > 1
-    everywhere = all(f.gpu and not f.kernel_error for f in comm.allgather(mine))
-    cupy = None
-    if everywhere:
+    everyone, modules = comm.allgather(mine), []
+    if not any(f.refused for f in everyone):  # that call would raise what is told already
+        modules.append(None)
+    if all(f.gpu and not f.kernel_error for f in everyone):
         import cupy
-    for module in dict.fromkeys((None, cupy)):
+
+        modules.append(cupy)
+    for module in modules:
         name = "CPU" if module is None else "GPU"
         try:
             wrong, who = check(MPI.COMM_SELF if singletons else comm, module)

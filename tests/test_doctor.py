@@ -38,6 +38,7 @@ def test_a_good_job_has_nothing_to_tell():
         ({"threads": 8}, False, "node1: 2 ranks with 16 threads together on 8 cores", "OMP_NUM_THREADS=4"),
         ({"cpus": (0,), "threads": 1}, False, "2 ranks with 2 threads together on 1 cores", "fewer ranks"),
         ({"compile_error": "cc: not found"}, False, "no compiled host kernels: cc: not found", "install a C compiler"),
+        ({"refused": "BURSTMPI_ISA: must be one of these, got 'mmx'"}, True, "^BURSTMPI_ISA: must be one of", "unset it"),
         (
             {"gpu": "", "gpu_error": "cudaErrorInsufficientDriver: CUDA driver version is insufficient"},
             False, "no GPU: cudaErrorInsufficientDriver", "driver is older than CuPy's CUDA",
@@ -115,6 +116,28 @@ def test_the_command_where_nearly_all_is_wrong(tmp_path):
     ):
         assert told in text and advice in text.split(told)[1].split("\n")[1], text
     assert "forward and backward on 1 ranks by numpy, transport host" in text
+
+
+def test_the_command_where_a_variable_is_wrong(tmp_path):
+    """It is told as the user's own affair: once, and not as a wrong result that is to be reported."""
+    code, text = alone(tmp_path, BURSTMPI_ISA="mmx")
+    assert code == 1 and text.count("mmx") == 1 and "host kernels refused" in text
+    assert "PROBLEM: BURSTMPI_ISA: must be one of" in text and "got 'mmx'\n    what to do: unset it" in text and "report it" not in text
+
+
+def test_threads_are_those_that_a_call_takes(monkeypatch):
+    """Ranks that are not bound share the node's cores, and a container's quota is no news to it."""
+    from burstmpi.backends import host
+
+    for name in ("OMP_NUM_THREADS", "SLURM_CPUS_ON_NODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)), raising=False)
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    monkeypatch.setattr(host, "_quota", lambda: float("inf"))
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "4")
+    assert doctor.facts(doctor.MPI.COMM_SELF).threads == 2
+    monkeypatch.setattr(host, "_quota", lambda: 4.5)
+    assert doctor.facts(doctor.MPI.COMM_SELF).threads == 1
 
 
 def test_the_command_where_only_the_driver_is_old(tmp_path):
