@@ -88,6 +88,18 @@ def test_progress_comes_from_the_calling_thread_and_often(isa):
         assert len(calls) >= 10
 
 
+def test_a_call_is_seldom_left_where_nobody_waits(monkeypatch):
+    """Only signals are to be seen then."""
+    backend, seen = HostBackend("portable", threads=1), []
+    (library,) = backend._of(np.dtype(np.float32), backward=False)
+    real = library.attend
+    monkeypatch.setattr(library, "attend", lambda block: seen.append(block.interval_ns) or real(block))
+    q, k, v, _ = kit.arrays(np.random.default_rng(2), 1, 5, 5, 1, 1, 8, 8, "float32")
+    for progress in (None, base.no_progress, lambda: None):
+        kit.forward(backend, q, k, v, progress=progress)
+    assert seen == [host.IDLE, host.IDLE, host.PROGRESS]
+
+
 class Stop(Exception):
     pass
 

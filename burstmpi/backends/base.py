@@ -21,7 +21,7 @@ import numpy as np
 
 from ..rules import Scores, Sight
 
-__all__ = ["Backend", "Dims", "Launch", "Tally", "Work"]
+__all__ = ["Backend", "Dims", "Launch", "Tally", "Work", "no_progress"]
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,10 @@ class Tally:
     tiles: int = 0
 
 
+def no_progress() -> None:
+    """Do nothing: the ``progress`` of work that nobody waits for, by which a backend knows that it need seldom ask."""
+
+
 @dataclass
 class Work:
     """What goes with every block: visibility, scores, room to work in, and whom to tell."""
@@ -57,7 +61,7 @@ class Work:
     scores: Scores
     scratch: np.ndarray  # at least scratch_bytes(...) bytes, contents arbitrary
     # To be called between tiles, from the thread that called the verb; True: nothing is under way any more.
-    progress: Callable[[], bool | None] = lambda: None
+    progress: Callable[[], bool | None] = no_progress
     tally: Tally = field(default_factory=Tally)
 
 

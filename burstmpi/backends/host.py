@@ -19,7 +19,7 @@ import numpy as np
 
 from ..rules import Scores
 from . import compile
-from .base import Dims, Work
+from .base import Dims, Work, no_progress
 from .compile import BuildError
 from .numpy import NumpyBackend
 
@@ -504,8 +504,7 @@ class HostBackend(NumpyBackend):
         told = words()
         next(told)
         block.progress = _CALLBACK(partial(next, told))
-        quiet = work.progress is Work.__dataclass_fields__["progress"].default
-        block.interval_ns = IDLE if quiet else PROGRESS
+        block.interval_ns = IDLE if work.progress is no_progress else PROGRESS
         first, *others = self._of(dtype, verb == "attend_backward")
         pieces = not others or ((self._forced or _keys_seen(work.sight) >= LONG_ROW) and first.tame(block))
         library = first if pieces else others[0]
