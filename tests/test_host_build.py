@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import platform
 import re
@@ -335,6 +336,24 @@ def make_slow(monkeypatch, folder):
     monkeypatch.setattr(compile.subprocess, "run", run)
 
 
+def fill(monkeypatch, folder):
+    numbers = itertools.count()
+
+    def full(**where):
+        raise OSError(28, "No space left on device", f"{where['dir']}/.build-{next(numbers)}")
+
+    monkeypatch.setattr(compile.tempfile, "TemporaryDirectory", full)
+
+
+def refuse_to_load(monkeypatch, folder):
+    numbers = itertools.count()
+
+    def load(path):
+        raise OSError(f"/proc/self/fd/{next(numbers)}: failed to map segment from shared object")
+
+    monkeypatch.setattr(compile.ctypes, "CDLL", load)
+
+
 def lose_sources(monkeypatch, folder):
     monkeypatch.setattr(host, "__file__", str(folder / "burstmpi" / "backends" / "host.py"))
 
@@ -343,14 +362,20 @@ CAUSES = {
     "none": (hide_compilers, "no C compiler found .*; install one, or set CC"),
     "missing": (lambda m, f: m.setenv("CC", "/no/such -O2"), "CC='/no/such -O2': no such compiler; set CC to a C compiler"),
     "half a quotation": (lambda m, f: m.setenv("CC", "'cc"), "CC=.*: no command .*; set CC to a C compiler"),
-    "failing": (lambda m, f: m.setenv("CC", script(f / "bad", "#!/bin/sh\necho $RANDOM $$ >&2\nexit 3\n")), r"probe.c \(exit code 3\); install a C compiler that does, or set CC"),
+    "failing": (
+        lambda m, f: m.setenv("CC", script(f / "bad", "#!/bin/sh\necho $$ >&2\nexit 3\n")),
+        r"bad: does not compile probe.c \(exit code 3\); install a C compiler that does, or set CC",
+    ),
     "no program": (lambda m, f: m.setenv("CC", script(f / "text", "\x7fELF")), "text: cannot be run .*; install a C compiler"),
     "slow": (make_slow, "slow: does not compile probe.c in 600 s; install a C compiler"),
     "no folder": (lambda m, f: m.setenv("BURSTMPI_CACHE", "/dev/null/x"), "no folder for compiled kernels .*; set BURSTMPI_CACHE"),
+    "no room": (fill, r"cannot be written to \(No space left on device\); set BURSTMPI_CACHE"),
+    "not to be loaded": (refuse_to_load, "cannot be loaded; set BURSTMPI_CACHE"),
     "no sources": (lose_sources, "attend.c is missing; install burstmpi again"),
 }
 
 
+@needs_compiler
 @pytest.mark.parametrize("cause", CAUSES)
 def test_each_cause_is_told_once_with_what_to_do(cache, tmp_path, monkeypatch, cause):
     """Whatever differs from time to time, as the name of a temporary folder, and whatever Python's filters are."""
@@ -571,6 +596,16 @@ def test_eight_processes_and_one_compile_of_the_kernels(cache, tmp_path):
     told = [rank.communicate(timeout=120)[0] for rank in ranks]
     assert len(set(told)) == 1 and told[0].startswith("True ")
     assert sorted(log.read_text().split()) == ["attend.c", "probe.c"] and len(list(cache.glob("*.so"))) == 2
+
+
+@needs_compiler
+def test_a_compiler_without_openmp_builds_with_posix_threads(cache, tmp_path, builds, monkeypatch):
+    refuse = 'for x in "$@"; do case $x in -fopenmp) echo no OpenMP >&2; exit 1;; esac; done\n'
+    monkeypatch.setenv("CC", script(tmp_path / "mycc", f'#!/bin/sh\n{refuse}exec {compile.compiler()[0]} "$@" -O0\n'))
+    q, k, v, _ = kit.arrays(np.random.default_rng(0), 1, 30, 40, 2, 1, 8, 8, "float32")
+    out, _ = kit.forward(host.HostBackend("portable", threads=2), q, k, v)
+    assert np.abs(out - kit.exact(q, q, k, v)[0]).max() < 1e-5
+    assert ["-DBURST_PTHREADS" in run[0] for run in builds] == [False, False, True]  # the probe, then the kernels twice
 
 
 @needs_compiler

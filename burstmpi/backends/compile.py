@@ -7,8 +7,10 @@
 
 A file appears by rename, so nobody ever sees half of one.  One process of a node compiles while the others wait for its
 lock: in the cache, or in the node's temporary folder where the cache's file system has no flock.  Where neither has,
-all compile and the last rename stays.  What could have been written or damaged by anybody else is not loaded: the folder and the file must belong to
-this user and be writable by nobody else, and the digest must be right; what is loaded is the very file that was looked at.
+all compile and the last rename stays.
+
+What could have been written or damaged by anybody else is not loaded: the folder and the file must belong to this user
+and be writable by nobody else, and the digest must be right; what is loaded is the very file that was looked at.
 
 A node without a compiler takes what any compiler has made of the same sources for the same CPU.
 """
@@ -121,7 +123,7 @@ def load(name: str, main: Path, flags: list[str]) -> ctypes.CDLL:
                 return library
             _build(command, flags, main, path)
     except OSError as error:
-        raise BuildError(f"{folder}: cannot be written to ({error}); set BURSTMPI_CACHE to a folder that can") from None
+        raise BuildError(f"{folder}: cannot be written to ({error.strerror}); set BURSTMPI_CACHE to a folder that can") from None
     if library := _loaded(path):
         return library
     raise BuildError(f"{path}: is not what was written there; set BURSTMPI_CACHE to a folder of your own")
@@ -200,7 +202,7 @@ def _loaded(path: Path) -> ctypes.CDLL | None:
         _LIBRARIES[file] = ctypes.CDLL(by_number if os.path.exists(by_number) else str(path))
     except OSError as error:
         os.close(handle)
-        raise BuildError(f"{path}: cannot be loaded ({error}); set BURSTMPI_CACHE to a folder that allows it") from None
+        raise BuildError(f"{path}: cannot be loaded; set BURSTMPI_CACHE to a folder that allows it\n{error}") from None
     return _LIBRARIES[file]
 
 
