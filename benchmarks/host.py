@@ -2,7 +2,7 @@
 
     python benchmarks/host.py                     # the table
     python benchmarks/host.py --case float32:64:causal --repeats 30
-    python benchmarks/host.py --isa avx2          # or avx512, amx-bf16 (float32 by AVX-512), portable
+    python benchmarks/host.py --isa avx2          # or another of burstmpi.backends.host.ISAS
     python benchmarks/host.py --rules             # rules, grouped heads, odd head dims; --dtype bfloat16 for that type
     python benchmarks/host.py --threads           # two threads beside one; --case for others than float32:64:causal
     python benchmarks/host.py --beside=-DWEIGH_LATER=0   # beside the same sources built with this flag, and whether bits are the same
@@ -316,6 +316,11 @@ def main():
     parser.add_argument("--beside", metavar="FLAGS", help="beside the same sources built with these flags, in place of torch")
     parser.add_argument("--first", action="store_true", help="the first call of a program")
     args = parser.parse_args()
+    modes = {"first": (), "rules": ("isa", "flags", "repeats", "dtype"), "threads": ("isa", "repeats", "case")}
+    for mode, takes in modes.items():
+        unused = [name for name, value in vars(args).items() if name not in (mode, *takes) and value != parser.get_default(name)]
+        if getattr(args, mode) and unused:
+            parser.error(f"--{mode} takes no --{unused[0]}")
     if args.first:
         return first()
     os.environ.update(PEER.get(args.isa, {}))
