@@ -214,7 +214,7 @@ def beside(name, one, two, repeats):
 
 
 def rules(backend, repeats, dtype):
-    """What rules, grouped heads, odd head dims and subnormal numbers cost.
+    """What rules, grouped heads, odd head dims, subnormal numbers and large logits cost.
 
     Rules that hide much do little of the causal call's work in 4096 tokens: a few ms, of which it takes a part until caches, address
     translation and branch prediction have come back from the call before.  So they are run with as many tokens as do the same work, too.
@@ -235,6 +235,10 @@ def rules(backend, repeats, dtype):
     for x in (tiny.q, tiny.k, tiny.v, tiny.dout):
         x *= x.dtype.type(1e-309 if dtype == "float64" else 1e-39)
     beside("subnormal inputs / causal", tiny, causal, repeats)
+    for gain in (8, 40, 200):  # a new maximum, and weights that vanish
+        steep = Ours(backend, dtype, 64, {"causal": True}, 4, 4096)
+        steep.q *= steep.q.dtype.type(gain)
+        beside(f"logits x {gain} / causal", steep, causal, repeats)
 
 
 def built_otherwise(backend, other, cases, rows, heads, repeats):
