@@ -636,6 +636,7 @@ for dtype in {dtypes!r}:
         out, lse = kit.forward(backend, q, k, v, cuts=cuts, **options)
         for total, like in zip(kit.backward(backend, dout, q, k, v, out, lse, cuts=cuts, **options), (q, k, v)):
             backend.copy(np.empty_like(like), total)
+        kit.rounded_gradients(backend, dout, q, k, v, out, lse, rows_q // 3, rows_k // 2, "within", **options)
 print("finished")
 """
 

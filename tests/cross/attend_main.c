@@ -4,8 +4,9 @@
  *
  * input:  8 int64 batch, rows_q, rows_k, heads, kv_heads, d, dv, threads; then type, alibi (0, 1); 2 double scale,
  *         softcap; int32 at, lo, hi [rows_q], pos [rows_k]; double slopes [heads] where alibi; q, k, v, dout, dense
- * output: out of the caller's type; lse, dq, dk, dv of REAL
- * The keys come in two blocks, so that the second meets a state.
+ * output: out of the caller's type; lse, dq, dk, dv of REAL; dq, dk, dv of the caller's type
+ * The keys come in two blocks, so that the second meets a state.  Backward goes twice: for sums; and with results in the caller's type,
+ * which the last block writes itself, but for dk, dv of the first block: those are sums, rounded by burst_round.
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -53,8 +54,14 @@ int main(int argc, char **argv)
     b.delta.data = malloc(queries * real);
     memcpy(b.lse.step, steps, sizeof steps);
     memcpy(b.delta.step, steps, sizeof steps);
-    for (int backward = 0; backward < 2; backward++)
+    burst_array rounded[3]; /* dq, dk, dv */
+    for (int i = 0; i < 3; i++) {
+        const int64_t rows = i ? rows_k : n[1], heads = i ? n[4] : n[3], width = i < 2 ? b.d : b.dim_v;
+        rounded[i] = array(malloc(n[0] * rows * heads * width * size), rows, heads, width, size);
+    }
+    for (int call = 0; call < 3; call++)
         for (int part = 0; part < 2; part++) {
+            const int backward = call > 0, last = call == 2 && part;
             const int64_t first = part ? cut : 0;
             b.rows_k = part ? rows_k - cut : cut;
             b.pos = pos + first;
@@ -63,6 +70,10 @@ int main(int argc, char **argv)
             b.dk.data += first * dk.step[1], b.dv.data += first * dv.step[1];
             b.first = b.fresh_q = !part;
             b.final = part ? final : (burst_array){0};
+            b.final_dq = last ? rounded[0] : (burst_array){0};
+            b.final_dk = last ? rounded[1] : (burst_array){0};
+            b.final_dv = last ? rounded[2] : (burst_array){0};
+            if (last) b.final_dk.data += first * b.final_dk.step[1], b.final_dv.data += first * b.final_dv.step[1];
             b.scratch_bytes = burst_scratch_bytes(&b, backward);
             b.scratch = aligned_alloc(128, ROUND_UP(b.scratch_bytes, 128));
             memset(b.scratch, 0xff, b.scratch_bytes);
@@ -72,11 +83,21 @@ int main(int argc, char **argv)
             }
             if (backward ? burst_attend_backward(&b) : burst_attend(&b)) return 4;
             free(b.scratch);
+            if (call == 1 && part) {
+                fwrite(final.data, size, queries * b.dim_v, to);
+                fwrite(b.lse.data, real, queries, to);
+                fwrite(b.dq.data, real, queries * b.d, to);
+                fwrite(dk.data, real, keys * b.d, to);
+                fwrite(dv.data, real, keys * b.dim_v, to);
+            }
         }
-    fwrite(final.data, size, queries * b.dim_v, to);
-    fwrite(b.lse.data, real, queries, to);
-    fwrite(b.dq.data, real, queries * b.d, to);
-    fwrite(dk.data, real, keys * b.d, to);
-    fwrite(dv.data, real, keys * b.dim_v, to);
+    b.rows_q = cut, b.heads = n[4];
+    b.out = dk, b.final = rounded[1], b.dim_v = b.d;
+    burst_round(&b);
+    b.out = dv, b.final = rounded[2], b.dim_v = n[6];
+    burst_round(&b);
+    fwrite(rounded[0].data, size, queries * b.d, to);
+    fwrite(rounded[1].data, size, keys * b.d, to);
+    fwrite(rounded[2].data, size, keys * b.dim_v, to);
     return fclose(to) ? 5 : 0;
 }
