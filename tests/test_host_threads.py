@@ -79,6 +79,50 @@ def test_the_heaviest_rows_come_first(isa, monkeypatch):
         assert 1000 <= first.min() and first.max() < 2600
 
 
+TEAM = """
+import os, sys, time
+sys.path.insert(0, {here!r})
+import host_kit as kit, numpy as np
+from burstmpi.backends.host import HostBackend
+
+backend = HostBackend('portable', threads=3, extra_flags={flags!r})
+q, k, v, dout = kit.arrays(np.random.default_rng(2), 1, 1000, 1000, 8, 8, 64, 64, 'float32')
+before, seen = {{}}, {{}}
+
+def look():
+    for thread in map(int, os.listdir('/proc/self/task')):
+        try:
+            seen[thread] = time.clock_gettime((~thread << 3) | 6)  # its CPU time: see pthread_getcpuclockid
+        except OSError:
+            pass  # it has ended
+
+def shares():
+    look()
+    spent = [seen[thread] - before.get(thread, 0) for thread in seen]
+    before.update(seen)
+    return [x / sum(spent) for x in spent]
+
+shares()
+out, lse = kit.forward(backend, q, k, v, progress=look)
+print(*shares())
+kit.backward(backend, dout, q, k, v, out, lse, progress=look)
+print(*shares())
+"""
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="the system tells nothing of threads")
+@pytest.mark.parametrize("flags", [(), ("-U_OPENMP", "-DBURST_PTHREADS", "-pthread")], ids=["OpenMP", "POSIX"])
+def test_as_many_threads_compute_as_are_asked_for(flags):
+    """By the CPU time that each has spent, looked up while they compute, as POSIX threads then end; those that wait sleep.  One core will do."""
+    program = TEAM.format(here=os.path.dirname(kit.__file__), flags=flags)
+    environ = {**os.environ, "OMP_WAIT_POLICY": "passive", "OPENBLAS_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    for line in done.stdout.splitlines():
+        assert sum(float(share) > 0.1 for share in line.split()) == 3, done.stdout
+    assert len(done.stdout.splitlines()) == 2
+
+
 def test_progress_comes_from_the_calling_thread_and_often(isa):
     rng = np.random.default_rng(2)
     q, k, v, _ = kit.arrays(rng, 1, 3000, 3000, 4, 4, 64, 64, "float32")
