@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import host_kit as kit
 import numpy as np
@@ -123,14 +124,87 @@ def test_as_many_threads_compute_as_are_asked_for(flags):
     assert len(done.stdout.splitlines()) == 2
 
 
-def test_progress_comes_from_the_calling_thread_and_often(isa):
-    rng = np.random.default_rng(2)
-    q, k, v, _ = kit.arrays(rng, 1, 3000, 3000, 4, 4, 64, 64, "float32")
-    for threads in (1, 3):
-        calls = []
-        kit.forward(HostBackend(isa, threads=threads), q, k, v, progress=lambda: calls.append(threading.get_ident()))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_progress_comes_from_the_calling_thread_and_often(isa, dtype, monkeypatch):
+    """At least every 2 ms of that thread's own time: four intervals, and a tile; short calls may have bad luck.  Tasks are few and long."""
+    q, k, v, dout = kit.arrays(np.random.default_rng(2), 1, 160, 100000, 1, 1, 64, 64, dtype)
+    calls, real = [], HostBackend._run
+
+    def timed(*args):
+        calls.clear()
+        began = time.thread_time()
+        real(*args)
+        assert len(calls) + 4 >= (time.thread_time() - began) / 2e-3
         assert set(calls) == {threading.get_ident()}
-        assert len(calls) >= 10
+
+    monkeypatch.setattr(HostBackend, "_run", timed)
+    for threads in (1, 3):
+        backend, progress = HostBackend(isa, threads=threads), lambda: calls.append(threading.get_ident())
+        out, lse = kit.forward(backend, q, k, v, progress=progress)
+        kit.backward(backend, dout, q, k, v, out, lse, progress=progress)
+
+
+def test_progress_comes_seldom_once_nothing_is_under_way():
+    """Every 10 ms."""
+    q, k, v, _ = kit.arrays(np.random.default_rng(2), 1, 2000, 2000, 8, 8, 64, 64, "float32")
+    backend, calls = HostBackend("portable", threads=2), []
+    backend.prepare(q.dtype, False)
+    began, own = time.perf_counter(), time.thread_time()
+    kit.forward(backend, q, k, v, progress=lambda: calls.append(0) or True)
+    assert (time.thread_time() - own) / 0.02 <= len(calls) <= (time.perf_counter() - began) / 0.01 + 2
+
+
+WAITING = """
+#include <stdio.h>
+#include "gradient.h"
+enum { GO_ON_CALLS = 20, CALM_CALLS = 5 };
+static atomic_int calls;
+static int answer;
+static int progress(void) { return atomic_fetch_add(&calls, 1), answer; }
+static void until_called(void) /* or until 5 s are over */
+{
+    const int64_t began = now_ns();
+    while (atomic_load(&calls) < (answer == BURST_CALM ? CALM_CALLS : GO_ON_CALLS) && now_ns() - began < 5000000000) usleep(100);
+}
+static void at_the_end(call *c, int thread, arena scratch)
+{
+    (void)c, (void)scratch;
+    if (thread) until_called();
+}
+static void for_a_turn(call *c, int thread, arena scratch)
+{
+    (void)scratch;
+    if (!thread) wait_for_turn(c, 0, 0, 0, 0, (turns_of_tile){1, 2});
+    if (thread) until_called(), pass_turn(c, 0, 0, 0);
+}
+int main(void)
+{
+    worker *const works[] = {at_the_end, for_a_turn};
+    for (int i = 0; i < 4; i++) {
+        burst_block b = {.threads = 2, .kv_heads = 1, .progress = progress, .interval_ns = 250000};
+        atomic_int turn = 0;
+        call c = {.b = &b, .tasks = 2, .tiles = 1, .turn = &turn};
+        answer = i / 2 ? BURST_CALM : BURST_GO_ON;
+        atomic_store(&calls, 0);
+        const int64_t began = now_ns();
+        run(&c, works[i % 2], (arena){0}, 0);
+        printf("%d %f\\n", calls, 1e-9 * (now_ns() - began));
+    }
+}
+"""
+
+
+@pytest.mark.parametrize("flags", [("-fopenmp",), ("-DBURST_PTHREADS", "-pthread")], ids=["OpenMP", "POSIX"])
+def test_progress_comes_while_the_calling_thread_waits(flags, tmp_path):
+    """For the others' end, and for its turn to add to a tile: the others wait until they see it."""
+    source, program = tmp_path / "waiting.c", tmp_path / "waiting"
+    source.write_text(WAITING)
+    words = [*compile.compiler(), "-std=gnu11", "-O1", f"-I{host._sources()}", str(source), "-o", str(program), *flags, "-lm"]
+    subprocess.run(words, check=True, timeout=60)
+    told = subprocess.run([str(program)], capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
+    assert len(told) == 4
+    for (calls, seconds), (least, interval) in zip(map(str.split, told), [(20, 0.00025)] * 2 + [(5, 0.01)] * 2):
+        assert int(calls) >= least and float(seconds) >= (int(calls) - 1) * interval, told
 
 
 def test_a_call_is_seldom_left_where_nobody_waits(monkeypatch):
