@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import threading
 import time
 
 import host_kit as kit
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -266,12 +268,35 @@ def test_a_signal_stops_the_kernel(isa):
     kit.forward(backend, q[:, :60], k, v)
 
 
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="only x86 has such a switch")
+@pytest.mark.parametrize("dtype", list(kit.DTYPES))
+def test_subnormals_count_as_zero(isa, dtype):
+    """Those of the sums' type: float16's are normal numbers there."""
+    q, k, v, dout = kit.arrays(np.random.default_rng(2), 1, 150, 200, 2, 2, 40, 24, dtype)
+    small = lambda x: (x * np.ldexp(1.0, {"float64": -1026, "float16": -18}.get(dtype, -130))).astype(x.dtype)  # noqa: E731
+    assert small(v).any() and np.abs(small(v)).max() < ml_dtypes.finfo(v.dtype).tiny
+    backend = HostBackend(isa, threads=2)
+    out, lse = kit.forward(backend, q, k, small(v))
+    if dtype == "float16":
+        np.testing.assert_allclose(out.astype(float), kit.exact(dout, q, k, small(v))[0], rtol=0, atol=2**-24)
+    assert out.any() == (dtype == "float16")
+    out, lse = kit.forward(backend, q, k, v)
+    for gradient in kit.backward(backend, small(dout), q, k, v, out, lse):
+        assert gradient.any() == (dtype == "float16")
+
+
 def test_subnormals_are_others_affair(isa):
     """They count as zero inside the kernels, not in what progress calls, nor afterwards."""
-    q, k, v, _ = kit.arrays(np.random.default_rng(2), 1, 1500, 1500, 4, 4, 64, 64, "float32")
-    tiny, seen = np.full(4, 5e-324), set()
-    kit.forward(HostBackend(isa, threads=2), q, k, v, progress=lambda: seen.add(bool((tiny * 2 > 0).all())))
-    assert seen == {True} and (tiny * 2 > 0).all()
+    q, k, v, dout = kit.arrays(np.random.default_rng(2), 1, 1500, 1500, 4, 4, 64, 64, "float32")
+    tiny, backend = np.full(4, 5e-324), HostBackend(isa, threads=2)
+
+    def kept(verb, *args):
+        seen = set()
+        results = verb(backend, *args, progress=lambda: seen.add(bool((tiny * 2 > 0).all())))
+        assert seen == {True} and (tiny * 2 > 0).all()
+        return results
+
+    kept(kit.backward, dout, q, k, v, *kept(kit.forward, q, k, v))
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
