@@ -106,6 +106,17 @@ def test_blocks_of_several_panels_and_tiles(comm, layout, dtype, backward, backe
         check(run(attn, p), expected)
 
 
+@pytest.mark.mpi(ranks=2)
+@pytest.mark.parametrize("backward", ["q", "kv"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_ranks_of_several_threads(comm, dtype, backward, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    p, expected = long_case(dtype)
+    with BurstAttention(comm, backend="host", backward=backward, **LONG) as attn:
+        check(run(attn, p), expected)
+        assert attn._backend.threads == 2
+
+
 @pytest.mark.parametrize("backward", ["q", "kv"])
 @pytest.mark.parametrize("rule", RULES)
 def test_reference_backend(comm, rule, backward):
