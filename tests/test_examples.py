@@ -6,73 +6,20 @@ A sabotaged library must make each of them fail: an example that cannot say WRON
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
-import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
+from launching import ROOT, launch, not_under_mpi
 
-ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
-SECONDS = 60  # more than the slowest run takes on a busy machine; a hang fails
 
-pytestmark = pytest.mark.skipif(
-    any(int(os.environ.get(name) or 1) > 1 for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")),
-    reason="starts MPI jobs of its own: run it with plain pytest, not under mpirun",
-)
-
-
-def launcher() -> str:
-    """The mpirun that belongs to this Python, or the one in PATH."""
-    beside = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    for name in ("mpirun", "mpiexec"):
-        if path := shutil.which(name, path=beside):
-            return path
-    pytest.skip("no mpirun or mpiexec beside this Python or in PATH")
-
-
-def run(ranks: int, script, *options) -> subprocess.CompletedProcess:
-    """Run a script on so many ranks; returns exit code, stdout and stderr."""
-    # A job inside a job confuses launchers: drop what an outer one has left.
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("PMIX_", "PMI_", "OMPI_COMM_WORLD"))}
-    paths = [str(ROOT), env.get("PYTHONPATH")]
-    env |= {
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-        "OMPI_MCA_rmaps_base_oversubscribe": "1",
-        "OMPI_MCA_osc": "^ucx",
-        "OMP_NUM_THREADS": "1",
-        "OPENBLAS_NUM_THREADS": "1",
-        "BURSTMPI_DEADLINE": "30",
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        "PYTHONIOENCODING": "utf-8",
-    }
-    command = [launcher(), "-n", str(ranks), sys.executable, "-m", "mpi4py", str(script), *map(str, options)]
-    job = subprocess.Popen(
-        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, encoding="utf-8"
-    )
-    try:
-        stdout, stderr = job.communicate(timeout=SECONDS)
-    except subprocess.TimeoutExpired:
-        job.send_signal(signal.SIGTERM)  # the launcher then ends its ranks
-        try:
-            stdout, stderr = job.communicate(timeout=10)
-        except subprocess.TimeoutExpired:
-            job.kill()
-            stdout, stderr = job.communicate()
-        pytest.fail(f"{' '.join(command)} took more than {SECONDS} s\n{stdout}\n{stderr}")
-    return subprocess.CompletedProcess(command, job.returncode, stdout, stderr)
+pytestmark = not_under_mpi
 
 
 def good(ranks, name, *options) -> str:
     """Run an example that must succeed; returns what it printed."""
-    done = run(ranks, EXAMPLES / name, *options)
+    done = launch(ranks, EXAMPLES / name, *options)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout
 
@@ -147,7 +94,7 @@ def test_quickstart_says_when_it_does_not_check():
 
 
 def test_quickstart_refuses():
-    done = run(2, EXAMPLES / "quickstart.py", "--heads", 4, "--kv-heads", 3)
+    done = launch(2, EXAMPLES / "quickstart.py", "--heads", 4, "--kv-heads", 3)
     assert done.returncode != 0
     assert done.stderr.count("--kv-heads: 3 does not divide --heads 4") == 1
 
@@ -205,7 +152,7 @@ def test_transformer_learns_the_same_on_any_number_of_ranks():
     ],
 )
 def test_examples_notice_a_wrong_library(sabotaged, name, what, options):
-    done = run(2, sabotaged(name, what), *options)
+    done = launch(2, sabotaged(name, what), *options)
     assert done.returncode != 0
     assert "WRONG" in done.stdout, f"{done.stdout}\n{done.stderr}"
     assert "Traceback" not in done.stderr, done.stderr

@@ -15,6 +15,7 @@ import host_kit as kit
 import ml_dtypes
 import numpy as np
 import pytest
+from launching import launch, not_under_mpi
 
 from burstmpi.backends import base, compile, host
 from burstmpi.backends.host import ISAS, HostBackend, missing
@@ -268,14 +269,53 @@ def test_a_signal_stops_the_kernel(isa):
     kit.forward(backend, q[:, :60], k, v)
 
 
+FUNNELED = """
+import os
+os.environ["OMP_NUM_THREADS"] = "2"
+import mpi4py
+mpi4py.rc.thread_level = "funneled"
+from mpi4py import MPI
+from burstmpi import BurstAttention
+from burstmpi.ring import Ring
+from support import check, problem, run, truth
+
+asked, real = [], Ring.progress
+Ring.progress = lambda self: (asked.append(MPI.Is_thread_main()), real(self))[1]
+options = {"causal": True}
+for dtype in ("float32", "bfloat16"):
+    p = problem(600, batch=1, dtype=dtype)
+    for way in ("q", "kv"):
+        with BurstAttention(MPI.COMM_WORLD, backend="host", backward=way, **options) as attn:
+            check(run(attn, p), truth(p, options))
+            assert attn._backend.threads == 2
+assert asked and all(asked)
+told = MPI.COMM_WORLD.gather(mpi4py.rc.thread_level == "funneled" and MPI.Query_thread() >= MPI.THREAD_FUNNELED)
+print(*(told or ()))
+"""
+
+
+@not_under_mpi
+def test_an_mpi_that_allows_threads_beside_the_main_one_is_enough(tmp_path, monkeypatch):
+    """MPI_THREAD_FUNNELED, whatever MPI then gives."""
+    program = tmp_path / "funneled.py"
+    program.write_text(FUNNELED)
+    monkeypatch.setenv("PYTHONPATH", os.path.dirname(kit.__file__), prepend=os.pathsep)
+    done = launch(2, program)
+    assert done.returncode == 0 and done.stdout.split() == ["True", "True"], f"{done.stdout}\n{done.stderr}"
+
+
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="only x86 has such a switch")
 @pytest.mark.parametrize("dtype", list(kit.DTYPES))
 def test_subnormals_count_as_zero(isa, dtype):
     """Those of the sums' type: float16's are normal numbers there."""
     q, k, v, dout = kit.arrays(np.random.default_rng(2), 1, 150, 200, 2, 2, 40, 24, dtype)
-    small = lambda x: (x * np.ldexp(1.0, {"float64": -1026, "float16": -18}.get(dtype, -130))).astype(x.dtype)  # noqa: E731
-    assert small(v).any() and np.abs(small(v)).max() < ml_dtypes.finfo(v.dtype).tiny
+    low, high = {"float64": (-1026, 1020), "float16": (-18, 10)}.get(dtype, (-130, 124))
+    small, large = (lambda x, by=by: np.ldexp(x.astype(float), by).astype(x.dtype) for by in (low, high))
+    for x in (k, v, dout):
+        assert small(x).any() and np.abs(small(x)).max() < ml_dtypes.finfo(x.dtype).tiny
     backend = HostBackend(isa, threads=2)
+    one, two = (kit.forward(backend, large(q), x, v) for x in (small(k), 0 * k))  # products that are no subnormals
+    assert all((a == b).all() == (dtype != "float16") for a, b in zip(one, two))
     out, lse = kit.forward(backend, q, k, small(v))
     if dtype == "float16":
         np.testing.assert_allclose(out.astype(float), kit.exact(dout, q, k, small(v))[0], rtol=0, atol=2**-24)
