@@ -6,6 +6,7 @@ A sabotaged library must make each of them fail: an example that cannot say WRON
 from __future__ import annotations
 
 import json
+import os
 import re
 
 import numpy as np
@@ -28,8 +29,8 @@ def good(ranks, name, *options) -> str:
 def sabotaged(tmp_path):
     """Make a script that runs an example with a library that is a little wrong on its last rank."""
 
-    def write(name, what):
-        script = tmp_path / f"wrong_{name}"
+    def write(name, what, which=slice(None), factor=1 + 1e-4):
+        script = tmp_path / "wrong.py"
         script.write_text(
             "import runpy, sys\n"
             "from mpi4py import MPI\n"
@@ -39,8 +40,8 @@ def sabotaged(tmp_path):
             "def wrong(self, *arrays, **options):\n"
             "    results = right(self, *arrays, **options)\n"
             "    if MPI.COMM_WORLD.rank == MPI.COMM_WORLD.size - 1:\n"
-            "        for x in results:\n"
-            "            x *= 1 + 1e-4\n"
+            f"        for x in results[{which!r}]:\n"
+            f"            x *= {factor!r}\n"
             "    return results\n"
             f"burstmpi.BurstAttention.{what} = wrong\n"
             f"runpy.run_path({str(EXAMPLES / name)!r}, run_name='__main__')\n",
@@ -156,3 +157,21 @@ def test_examples_notice_a_wrong_library(sabotaged, name, what, options):
     assert done.returncode != 0
     assert "WRONG" in done.stdout, f"{done.stdout}\n{done.stderr}"
     assert "Traceback" not in done.stderr, done.stderr
+
+
+LONG = "../benchmarks/long.py", "--tokens", 4096, "--window", 256
+counts_pages = pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the system does not tell what memory was written to")
+
+
+@counts_pages
+def test_a_long_sequence():
+    text = good(2, *LONG, "--layout", "zigzag")
+    assert ": right" in text and float(re.search(r"a rank ([\d.]+) of what is allowed", text)[1]) <= 1
+
+
+@counts_pages
+@pytest.mark.parametrize("what, which", [("forward", 0), ("forward", 1), ("backward", 0), ("backward", 1), ("backward", 2)])
+def test_a_long_sequence_notices_one_wrong_result(sabotaged, what, which):
+    """Of one rank, and by less than sums over all rows tell."""
+    done = launch(2, sabotaged(LONG[0], what, slice(which, which + 1), 1 + 2e-5), *LONG[1:])
+    assert done.returncode == 1 and ": WRONG" in done.stdout, f"{done.stdout}\n{done.stderr}"
