@@ -47,7 +47,7 @@ def test_same_bits_on_any_number_of_threads(isa, dtype, options):
     rng = np.random.default_rng(1)
     q, k, v, dout = kit.arrays(rng, 2, 1100, 700, 4, 2, 24, 40, dtype)
     seen = set()
-    for threads in (1, 2, 4, 7, 2, 1):
+    for threads in (1, 2, 3, 4, 7, 2, 1):
         backend = kit.backend_of(isa, threads)
         tally = base.Tally()
         out, lse = kit.forward(backend, q, k, v, cuts=(333,), tally=tally, **options)
@@ -81,6 +81,18 @@ def test_the_heaviest_rows_come_first(isa, monkeypatch):
     backward = first_rows(lambda work: backend.attend_backward(dout, q, k, v, lse, delta, dq, dk, dv, work, **fresh), dq[0, :, 0])
     for first in (forward, backward):
         assert 1000 <= first.min() and first.max() < 2600
+
+
+@every_isa
+@pytest.mark.parametrize("dtype, options", [("bfloat16", ALL_RULES), ("bfloat16", {}), ("float16", {"causal": True}), ("float32", {"window": (60, 10)})], ids=str)
+def test_same_bits_of_gradients_that_the_last_block_rounds(isa, dtype, options):
+    rng = np.random.default_rng(1)
+    q, k, v, dout = kit.arrays(rng, 2, 1100, 700, 4, 2, 24, 40, dtype)
+    out, lse = kit.forward(kit.backend_of(isa), q, k, v, **options)
+    ways = [("after", 1), *(("within", threads) for threads in (1, 2, 3, 4, 7))]
+    results = [kit.rounded_gradients(kit.backend_of(isa, threads), dout, q, k, v, out, lse, 500, 333, way, **options) for way, threads in ways]
+    assert all(np.isfinite(x.astype(float)).all() for x in results[0])
+    assert len({tuple(x.tobytes() for x in each) for each in results}) == 1
 
 
 TEAM = """
