@@ -522,13 +522,13 @@ def laid_out(draw, q, k, v, dout):
     return q, k, v, dout
 
 
-def anything(backend, draw, most):
-    """One problem, drawn: up to ``most`` keys."""
+def anything(backend, draw, most, widest=130):
+    """One problem, drawn: up to ``most`` keys, and head dims up to ``widest``."""
     dtype = draw(st.sampled_from(list(kit.DTYPES)))
     batch = draw(st.integers(1, 3))
     kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     rows_q, rows_k = draw(st.integers(1, most // 2)), draw(st.integers(1, most))
-    d, dv = draw(st.integers(1, 130)), draw(st.integers(1, 130))
+    d, dv = draw(st.integers(1, widest)), draw(st.integers(1, widest))
     options = {"causal": draw(st.booleans())}
     if draw(st.booleans()):
         sides = st.one_of(st.none(), st.integers(0, 150))
@@ -573,5 +573,5 @@ def test_anything(backend, data):
 @settings(max_examples=1500, **SEARCH)
 @given(data=st.data())
 def test_anything_for_long(backend, data):
-    """About ten minutes for each instruction set."""
-    anything(backend, data.draw, 500)
+    """About ten minutes for each instruction set.  One in six has several groups of several panels by AVX-512."""
+    anything(backend, data.draw, 500, data.draw(st.sampled_from([130, 130, 512])))
