@@ -322,7 +322,7 @@ def test_subnormals_count_as_zero(isa, dtype):
     """Those of the sums' type: float16's are normal numbers there."""
     q, k, v, dout = kit.arrays(np.random.default_rng(2), 1, 150, 200, 2, 2, 40, 24, dtype)
     low, high = {"float64": (-1026, 1020), "float16": (-18, 10)}.get(dtype, (-130, 124))
-    small, large = (lambda x, by=by: np.ldexp(x.astype(float), by).astype(x.dtype) for by in (low, high))
+    small, large, fair = (lambda x, by=by: np.ldexp(x.astype(float), by).astype(x.dtype) for by in (low, high, high - 24))
     for x in (k, v, dout):
         assert small(x).any() and np.abs(small(x)).max() < ml_dtypes.finfo(x.dtype).tiny
     backend = HostBackend(isa, threads=2)
@@ -332,9 +332,10 @@ def test_subnormals_count_as_zero(isa, dtype):
     if dtype == "float16":
         np.testing.assert_allclose(out.astype(float), kit.exact(dout, q, k, small(v))[0], rtol=0, atol=2**-24)
     assert out.any() == (dtype == "float16")
-    out, lse = kit.forward(backend, q, k, v)
-    for gradient in kit.backward(backend, small(dout), q, k, v, out, lse):
-        assert gradient.any() == (dtype == "float16")
+    for values in (v, fair(v)):  # delta, that is, as dP from which it is taken
+        out, lse = kit.forward(backend, q, k, values)
+        for gradient in kit.backward(backend, small(dout), q, k, values, out, lse):
+            assert gradient.any() == (dtype == "float16")
 
 
 def test_subnormals_are_others_affair(isa):

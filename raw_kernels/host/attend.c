@@ -107,33 +107,42 @@ int burst_attend_backward(burst_block *b)
     return atomic_load(&c.stop);
 }
 
-/* delta_i = sum_c dout_ic out_ic; out is `final` here, both of the caller's type */
+/* delta_i = sum_c dout_ic out_ic of a row, for all heads */
+NOINLINE void delta_of_row(burst_block *b, int64_t batch, int64_t row)
+{
+    for (int64_t head = 0; head < b->heads; head++) {
+        const char *from_x = row_at(&b->dout, batch, row, head), *from_y = row_at(&b->final, batch, row, head);
+        REAL room[2][64], rest = 0;
+        vec sum[4] = {{0}};
+        for (int64_t c = 0; c < b->dim_v; c += 64) {
+            const int64_t n = MIN(64, b->dim_v - c);
+            const REAL *x = as_real(from_x + c * b->dout.step[3], b->dout.step[3], n, room[0], (int)b->type);
+            const REAL *y = as_real(from_y + c * b->final.step[3], b->final.step[3], n, room[1], (int)b->type);
+            int64_t i = 0;
+            for (; i + 4 * LANES <= n; i += 4 * LANES)
+                UNROLL for (int j = 0; j < 4; j++) sum[j] += loadu(x + i + j * LANES) * loadu(y + i + j * LANES);
+            for (; i + LANES <= n; i += LANES) sum[0] += loadu(x + i) * loadu(y + i);
+            for (; i < n; i++) rest += x[i] * y[i];
+        }
+        vec all = (sum[0] + sum[1]) + (sum[2] + sum[3]);
+        UNROLL for (int half = LANES / 2; half > 0; half /= 2)
+            UNROLL for (int i = 0; i < half; i++) all[i] += all[i + half];
+        *entry_at(&b->delta, batch, head, row) = all[0] + rest;
+    }
+}
+
+/* Of all rows; out is `final` here, both of the caller's type.  Subnormals count as 0, as in dP, from which delta is taken. */
 void burst_delta(burst_block *b)
 {
 #ifdef _OPENMP
 #pragma omp parallel for collapse(2) num_threads((int)MAX(1, b->threads))
 #endif
     for (int64_t batch = 0; batch < b->batch; batch++)
-        for (int64_t row = 0; row < b->rows_q; row++)
-            for (int64_t head = 0; head < b->heads; head++) {
-                const char *from_x = row_at(&b->dout, batch, row, head), *from_y = row_at(&b->final, batch, row, head);
-                REAL room[2][64], rest = 0;
-                vec sum[4] = {{0}};
-                for (int64_t c = 0; c < b->dim_v; c += 64) {
-                    const int64_t n = MIN(64, b->dim_v - c);
-                    const REAL *x = as_real(from_x + c * b->dout.step[3], b->dout.step[3], n, room[0], (int)b->type);
-                    const REAL *y = as_real(from_y + c * b->final.step[3], b->final.step[3], n, room[1], (int)b->type);
-                    int64_t i = 0;
-                    for (; i + 4 * LANES <= n; i += 4 * LANES)
-                        UNROLL for (int j = 0; j < 4; j++) sum[j] += loadu(x + i + j * LANES) * loadu(y + i + j * LANES);
-                    for (; i + LANES <= n; i += LANES) sum[0] += loadu(x + i) * loadu(y + i);
-                    for (; i < n; i++) rest += x[i] * y[i];
-                }
-                vec all = (sum[0] + sum[1]) + (sum[2] + sum[3]);
-                UNROLL for (int half = LANES / 2; half > 0; half /= 2)
-                    UNROLL for (int i = 0; i < half; i++) all[i] += all[i + half];
-                *entry_at(&b->delta, batch, head, row) = all[0] + rest;
-            }
+        for (int64_t row = 0; row < b->rows_q; row++) {
+            const unsigned modes = set_modes(get_modes() | FLUSH);
+            delta_of_row(b, batch, row);
+            set_modes(modes);
+        }
 }
 #endif
 
