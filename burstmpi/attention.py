@@ -444,14 +444,14 @@ class BurstAttention:
         untouched += () if any(step.compute for step in steps) else staying
         for name in untouched:
             ring.complete(backend.clear(sums[name]))
-        cargo = self._cargo(ring, plan, travels, room, (q, dout, delta, lse) if travels == "q" else (k, v))
-        partials = self._partials(ring, plan, travels, room)
         way = plan.ways[travels]
         home = way.host_of_last_step(ring.rank) if way.last[ring.rank] else None
         final = _Final(sums, results, steps, following if home is None else (), staying) if backend.rounds_sums else None
         visit = (self._visit_q if travels == "q" else self._visit_kv)(
             ring, plan, room, sums, (dout, q, k, v, lse, delta), steps, tally, final
         )
+        cargo = self._cargo(ring, plan, travels, room, (q, dout, delta, lse) if travels == "q" else (k, v))
+        partials = self._partials(ring, plan, travels, room)
         ring.travel(steps, cargo, visit, partials, home)
         if home is not None:
             ring.transport.compute_reads(partials.home)
