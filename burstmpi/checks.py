@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import sys
 
 import ml_dtypes
 import numpy as np
@@ -199,7 +200,8 @@ def plain_array(name, value) -> None:
     """A NumPy array, and none with a mask of its own; or an array on a GPU."""
     if not isinstance(value, np.ndarray) and not on_gpu(value):
         raise TypeError(f"{name}: must be a NumPy array, got {type(value).__name__}")
-    if isinstance(value, np.ma.MaskedArray):
+    masked = sys.modules.get("numpy.ma")  # whoever has such an array has loaded it; it takes 8 ms
+    if masked is not None and isinstance(value, masked.MaskedArray):
         raise TypeError(f"{name}: is a masked array, whose mask would be ignored; masks are options of BurstAttention")
 
 
