@@ -7,7 +7,7 @@ Each size is a build of its own (-DBURST_KEYS_FORWARD, -DBURST_KEYS_BACKWARD, -D
 turn, round after round, and the peak before each run; a cell is its best run beside the best peak, as what disturbs a run only
 slows it: with medians a shared machine's neighbours outweigh the sizes.  float32, one thread.  Groups
 are made smaller where there would be too few tasks or more than 1 MB (tasks.h); eight heads keep them as they are told to
-be up to 1056 queries forward and 720 backward at d 64, 720 and 432 at d 128: columns beyond that repeat.
+be up to 1056 queries forward and 720 backward at d 64, 720 and 432 at d 128: columns beyond that repeat, but for noise.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import host as bench
 from burstmpi.backends import host
 
 KEYS = (24, 48, 96, 144, 192, 384)
-PANELS = (2, 4, 8, 16, 24, 32)
+PANELS = (2, 4, 8, 16, 24)
 DEFAULT = (96, 24)  # tile.h and tasks.h
 
 
