@@ -305,7 +305,7 @@ NOINLINE int pair_columns(const bf16 *rows, int64_t ld, int64_t depth, uint32_t 
         for (int64_t w = 0; w < depth / 2; w += 16) {
             vec r[16];
             UNROLL for (int i = 0; i < 16; i++) {
-                r[i] = loadu((const float *)(rows + (j * 16 + i) * ld + 2 * w));
+                r[i] = (vec)_mm512_loadu_si512(rows + (j * 16 + i) * ld + 2 * w); /* the caller's may start anywhere */
                 any_of |= MARKED((vec_of_bf16)r[i], strange);
             }
             transpose(r);
