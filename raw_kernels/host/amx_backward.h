@@ -303,7 +303,6 @@ static int64_t backward_task(backward_room *w, call *c, int thread, task *k, int
         memset(w->dk, 0, keys * w->depth * sizeof(float));
         memset(w->dv, 0, keys * w->width * sizeof(float));
 #ifdef BURST_DOT
-        const int type_of_dq = target_of_dq(b) == &b->dq ? (int)TYPE_OF_REAL : (int)b->type;
         const int64_t turns = panels_at(c, k, index);
         const task behind = after < k->end ? (task){0} : task_behind(c, k);
         int64_t turn = 0;
@@ -322,7 +321,7 @@ static int64_t backward_task(backward_room *w, call *c, int thread, task *k, int
             stream_sums(ahead + 2, c, &w->tile.at, mine, k->batch, kv_head, turn++, turns);
             ahead[6] = stream_panel(&b->q, c, parting ? &behind : k, parting ? 0 : i + 1, b->d);
             ahead[7] = stream_panel(&b->dout, c, parting ? &behind : k, parting ? 0 : i + 1, b->dim_v);
-            ahead[8] = stream_of(target_of_dq(b), k->batch, k->head, p->row, last ? p->row + p->count : p->row, b->d, type_of_dq);
+            ahead[8] = stream_dq(b, k, p->row, last ? p->count : 0);
 #endif
             computed += backward_tile(p, w, c, k->batch, k->head);
             if (last) close_gradient(p, c, k->batch, k->head, w->rows, w->ld);

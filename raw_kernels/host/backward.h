@@ -261,7 +261,6 @@ static int64_t backward_task(backward_room *w, call *c, int thread, task *k, int
 {
     const burst_block *b = c->b;
     const int64_t keys = ROUND_UP(c->tile_keys, KR);
-    const int type_of_dq = target_of_dq(b) == &b->dq ? (int)TYPE_OF_REAL : (int)b->type;
     int64_t computed = 0;
     for (int64_t i = 0; i < k->n; i++)
         if (sees_no_more(c, k, i, k->start)) {
@@ -296,7 +295,7 @@ static int64_t backward_task(backward_room *w, call *c, int thread, task *k, int
             stream_sums(ahead + 2, c, &w->tile, mine, k->batch, k->kv_head, turn, turns);
             ahead[6] = stream_panel(&b->q, c, parting ? &behind : k, parting ? 0 : i + 1, b->d);
             ahead[7] = stream_panel(&b->dout, c, parting ? &behind : k, parting ? 0 : i + 1, b->dim_v);
-            ahead[8] = stream_of(target_of_dq(b), k->batch, k->head, p->row, last ? p->row + p->count : p->row, b->d, type_of_dq);
+            ahead[8] = stream_dq(b, k, p->row, last ? p->count : 0);
             collect(&w->soon, ahead, 9);
             computed += backward_tile(p, w, b);
             if (after < k->end) pack_keys(&w->next, c, k->batch, k->kv_head, turn, turns);

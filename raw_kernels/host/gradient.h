@@ -32,10 +32,8 @@ NOINLINE void open_gradient(gradient_panel *p, const call *c, int64_t batch, int
     set_lanes(&p->q, b, head, p->row, p->count);
     for (int i = 0; i < NR; i++) {
         const REAL lse = i < p->count ? *entry_at(&b->lse, batch, head, p->row + i) : (REAL)-INFINITY;
-        const double exact = (double)lse * LOG2E;
         p->lse[i] = lse == (REAL)-INFINITY ? (REAL)INFINITY : reference_of(lse); /* such rows: P = 2^-inf = 0 */
-        const double lost = sizeof(REAL) == 4 ? exact - (double)p->lse[i] : fma((double)lse, LOG2E, -(double)p->lse[i]);
-        p->lse_low[i] = isfinite(p->lse[i]) && fabs(exact) <= FUSED_REACH ? (REAL)lost : 0;
+        p->lse_low[i] = (REAL)rest_of(lse, p->lse[i]);
         p->delta[i] = i < p->count ? *entry_at(&b->delta, batch, head, p->row + i) : 0;
     }
     memset(p->dq, 0, OUT_ROWS(b->d) * NR * sizeof(REAL));
@@ -58,8 +56,12 @@ INLINE void settle_row(const burst_array *sum, const burst_array *final, int typ
     store_row(row_at(final, batch, row, head) + column * final->step[3], final->step[3], n, src, factor, type);
 }
 
-/* Where a panel's dQ goes */
-INLINE const burst_array *target_of_dq(const burst_block *b) { return b->fresh_q && b->final_dq.data ? &b->final_dq : &b->dq; }
+/* Rows that a panel's dQ goes to, `count` of them */
+INLINE stream stream_dq(const burst_block *b, const task *k, int64_t row, int64_t count)
+{
+    const int direct = b->fresh_q && b->final_dq.data;
+    return stream_of(direct ? &b->final_dq : &b->dq, k->batch, k->head, row, row + count, b->d, direct ? (int)b->type : (int)TYPE_OF_REAL);
+}
 
 NOINLINE void close_gradient(gradient_panel *p, const call *c, int64_t batch, int64_t head, REAL *rows, int64_t ld)
 {

@@ -53,6 +53,14 @@ INLINE REAL reference_of(REAL score)
     return isfinite(score) && fabs(exact) > LARGEST ? (REAL)copysign(LARGEST, exact) : (REAL)exact;
 }
 
+/* What is missing in it; 0 where that is not finite, or cannot be told */
+INLINE double rest_of(REAL score, REAL reference)
+{
+    const double exact = (double)score * LOG2E;
+    if (!isfinite(reference) || !(fabs(exact) <= FUSED_REACH)) return 0;
+    return sizeof(REAL) == 8 ? fma((double)score, LOG2E, -(double)reference) : exact - reference;
+}
+
 INLINE void take_state(arena *a, panel *p, int64_t dv)
 {
     take_lanes(a, &p->q);
@@ -90,14 +98,12 @@ NOINLINE void open_state(panel *p, const call *c, int64_t batch, int64_t head, i
     for (int i = 0; i < NR; i++) {
         const REAL lse = i >= p->count ? 0 : *entry_at(&b->lse, batch, head, p->row + i);
         const int none = lse == (REAL)-INFINITY;
-        const double exact = (double)lse * LOG2E;
         p->top[i] = lse;
         p->ref[i] = none ? 0 : reference_of(lse);
         /* out stands for weight 2^exact; what rounding took from that goes into l, or into low */
-        const int lost = none || !isfinite(p->ref[i]) || !(fabs(exact) <= FUSED_REACH);
-        const double rest = lost ? 0 : sizeof(REAL) == 8 ? fma((double)lse, LOG2E, -(double)p->ref[i]) : exact - p->ref[i];
-        const int wide = fabs(exact) >= FAR_SCORE && isfinite(p->ref[i]);
-        p->low[i] = wide && !none ? (REAL)rest : 0;
+        const double rest = none ? 0 : rest_of(lse, p->ref[i]);
+        const int wide = !none && fabs((double)lse * LOG2E) >= FAR_SCORE && isfinite(p->ref[i]);
+        p->low[i] = wide ? (REAL)rest : 0;
         p->divisor[i] = p->l[i] = none ? 0 : wide ? 1 : (REAL)exp2(rest);
         p->unset |= none;
         p->wide |= p->low[i] != 0;
