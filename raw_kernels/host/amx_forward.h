@@ -16,18 +16,52 @@
 #endif
 #define TOTALS (VR * (1 + ROUNDED_SUMS)) /* of a panel's weights and, behind them, of these as they are rounded */
 
-/* Weights of two keys as a pair, and their sums for vector j */
+#ifdef BURST_DOT
+#define SUMS_AT_ONCE 1
+#else
+#define SUMS_AT_ONCE 0
+#endif
+
+/* sum + what is in 16 pairs of weights */
+INLINE vec add_pairs(vec sum, vec words)
+{
+#if PIECES == 1
+    return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)words, (__m512bh)_mm512_set1_epi32(0x3f803f80));
+#else
+    (void)words;
+    return sum;
+#endif
+}
+
+/* Weights of two keys as a pair, and the sum of what they are then */
 INLINE void put_and_sum(uint32_t *pairs, int64_t plane, vec a, vec b, vec *rounded)
 {
-#if ROUNDED_SUMS
+#if SUMS_AT_ONCE
     const vec words = pair_of(a, b);
     (void)plane;
     put(pairs, words);
-    *rounded = (vec)_mm512_dpbf16_ps((__m512)*rounded, (__m512bh)words, (__m512bh)_mm512_set1_epi32(0x3f803f80));
+    *rounded = add_pairs(*rounded, words);
 #else
     (void)rounded;
     put_pair(pairs, plane, a, b);
 #endif
+}
+
+/* The second sums, behind the first: of lanes whose weights of a tile outgrow all before.  Elsewhere no weight is more than half of its row, and
+ * the first sum serves: where the largest weight is 1, as with a maximum, others of that share are rounded as well. */
+NOINLINE void sum_rounded(const panel *p, const uint32_t *pairs, int64_t keys, vec *sum)
+{
+    enum { CHAINS_OF_SUMS = 4 };
+    for (int j = 0; j < VR; j++) {
+        const ivec outgrown = sum[j] > load(p->l + j * LANES);
+        sum[TOTALS - VR + j] = sum[j];
+        if (!any(outgrown)) continue;
+        vec total[CHAINS_OF_SUMS] = {{0}};
+        for (int64_t i = 0; i < keys / 2; i += CHAINS_OF_SUMS)
+            UNROLL for (int c = 0; c < CHAINS_OF_SUMS; c++)
+                total[c] = add_pairs(total[c], loadu((const float *)(pairs + (i + c) * NR + j * LANES)));
+        sum[TOTALS - VR + j] = pick(outgrown, (total[0] + total[1]) + (total[2] + total[3]), sum[j]);
+    }
 }
 
 typedef struct {
@@ -94,7 +128,7 @@ INLINE void weigh_lanes(const float *s, int64_t keys, float factor, const panel 
             put_and_sum(pairs + i / 2 * NR + j, plane, a, b, &rounded);
         }
         sum[j / LANES] += even + odd;
-        if (ROUNDED_SUMS) sum[TOTALS - VR + j / LANES] += rounded;
+        if (SUMS_AT_ONCE) sum[TOTALS - VR + j / LANES] += rounded;
     }
 }
 
@@ -141,6 +175,7 @@ NOINLINE void weigh_with_maximum(panel *p, forward_room *w, int64_t from, int64_
     raise_maximum(p, w->s, keys, b->dim_v, 0);
     UNROLL for (int j = 0; j < TOTALS; j++) sum[j] = zero();
     weigh_wide(w->s, keys, 1, p, w->p, w->plane, sum);
+    if (!SUMS_AT_ONCE) UNROLL for (int j = 0; j < VR; j++) sum[TOTALS - VR + j] = sum[j]; /* the largest weight is 1 */
 }
 
 /* Pair by pair: see scores.h. */
@@ -297,6 +332,7 @@ NOINLINE int64_t forward_blocks(panel *p, forward_room *w, const burst_block *b,
     if (seen) find_parts(&parts_seen, &w->tile.at, &p->q, from, to);
     forward_weights(p, w, b, from, to, sum, seen);
     if (too_high(sum, w->tile.at.limit)) return from;
+    if (ROUNDED_SUMS && !SUMS_AT_ONCE) sum_rounded(p, w->p, (to - from) * KR, sum);
     add_sums(p, sum);
     bf16_add_panel(turned_of(&w->tile, from), (pairs_of){w->p, NR, w->plane}, (to - from) * KR, p->out, COLUMNS_OF(b->dim_v), seen);
     return to;

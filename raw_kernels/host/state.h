@@ -30,9 +30,9 @@ typedef struct {
 #endif
 
 /* Whether weights, which are rounded to bfloat16, have a second sum, of what they are then.  lse is of the first; out, divided by the second,
- * does not feel the rounding of a weight that outgrows all others of its row.  One more instruction for 64 products of d 64; on AMX, where 2^x is
- * most of the time, it would be a seventh of that. */
-#ifdef BURST_DOT
+ * does not feel the rounding of a weight that outgrows all others of its row.  By vdpbf16ps it is taken with the first: one more instruction for
+ * 64 products of d 64.  On AMX, where 2^x is most of the time, that would be a seventh of it: see sum_rounded. */
+#if defined(BURST_AMX) && !BURST_SPLIT
 #define ROUNDED_SUMS 1
 #else
 #define ROUNDED_SUMS 0
