@@ -410,6 +410,29 @@ NOINLINE void load_bf16_tile(bf16_tile *t, const call *c, int64_t batch, int64_t
     }
 }
 
+/* The keys of a task, tile by tile: see tile.h.  A tile is loaded at once. */
+typedef struct {
+    bf16_tile tile;
+    shares ahead;
+} key_feed;
+
+INLINE void take_keys(arena *a, key_feed *f, const call *c, int backward) { take_bf16_tile(a, &f->tile, c, backward); }
+INLINE void expect_keys(key_feed *f, const call *c, int64_t index) { (void)f, (void)c, (void)index; }
+INLINE void bring_keys(key_feed *f, const call *c, const task *k, int64_t turn, int64_t turns)
+{
+    (void)f, (void)c, (void)k, (void)turn, (void)turns;
+}
+INLINE void turn_to_keys(key_feed *f, const call *c, const task *k, int64_t index, int backward)
+{
+    load_bf16_tile(&f->tile, c, k->batch, k->kv_head, index, backward);
+}
+INLINE void ask_for(key_feed *f, const stream *s, int n)
+{
+    memcpy(f->ahead.of, s, (size_t)n * sizeof *s);
+    f->ahead.n = n;
+}
+INLINE const key_tile *tile_of(const key_feed *f) { return &f->tile.at; }
+
 /* Rows of Q or dO as pairs of columns and, where wanted, as pairs of rows: by way of `rows`, [NR, ld] in planes, but for whole panels that
  * can be taken from where they lie. */
 NOINLINE int load_factor(const burst_array *x, int64_t batch, int64_t head, int64_t row, int count, int64_t n, float factor,

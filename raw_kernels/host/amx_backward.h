@@ -7,7 +7,7 @@
 
 typedef struct {
     gradient_panel panels[BURST_PANELS];
-    bf16_tile tile;
+    key_feed keys;
     float *s[2], *dp[2];  /* [KR, NR] a block's scores, then P; dP, then dS; of this block and the next */
     float *slopes;        /* [KR, NR] of the cap */
     bf16 *p, *ds;         /* [PIECES, keys, NR] in rows */
@@ -17,9 +17,6 @@ typedef struct {
     float *rows;          /* [NR, ld], or [PIECES, NR, ld] of bfloat16 */
     int64_t ld, depth, width; /* of rows of Q and dO, padded */
     int64_t terms_k, terms_v; /* of a score, of a dP */
-#ifdef BURST_DOT
-    shares ahead;         /* K, V of the next tile, dK, dV of this one, Q, dO of the next panel, dQ of this one */
-#endif
     bend how;
 } backward_room;
 
@@ -32,7 +29,7 @@ INLINE void take_backward(arena *a, backward_room *w, const call *c)
     w->ld = MAX(w->depth, w->width) + STEP;
     w->terms_k = TERMS_OF(b->d);
     w->terms_v = TERMS_OF(b->dim_v);
-    take_bf16_tile(a, &w->tile, c, 1);
+    take_keys(a, &w->keys, c, 1);
     for (int i = 0; i < (GROUP == NR ? 1 : 2); i++) { /* nothing is made between the weights where all lanes are one group */
         w->s[i] = TAKE(a, float, KR * NR);
         w->dp[i] = TAKE(a, float, KR * NR);
@@ -68,7 +65,7 @@ INLINE void put_weights(const backward_room *w, int64_t start, int i, int lane, 
 /* P = 2^(s log2(e) - lse), dS = P (dP - delta) of a block, whatever it is: scores are bent and masked, and hidden pairs are 0 whatever came out there. */
 NOINLINE void weigh_any(backward_room *w, float *s, float *dp, const gradient_panel *q, int64_t block, int cut, int64_t start)
 {
-    const key_tile *t = &w->tile.at;
+    const key_tile *t = &w->keys.tile.at;
     for (int i = 0; i < KR; i++)
         for (int j = 0; j < VR; j++) {
             const int at = i * NR + j * LANES;
@@ -95,19 +92,18 @@ NOINLINE void weigh_any(backward_room *w, float *s, float *dp, const gradient_pa
 }
 
 /* Pair by pair: see scores.h. */
-NOINLINE void add_gradients_carefully(gradient_panel *p, backward_room *w, const call *c, int64_t batch, int64_t head,
-                                      int64_t from, int64_t to)
+NOINLINE void add_gradients_carefully(gradient_panel *p, backward_room *w, const call *c, const task *of, int64_t from, int64_t to)
 {
     const burst_block *b = c->b;
-    const key_tile *t = &w->tile.at;
-    const int64_t kv_head = head / (b->heads / b->kv_heads);
+    const key_tile *t = &w->keys.tile.at;
+    const int64_t batch = of->batch, head = of->head;
     for (int64_t key = from * KR; key < MIN(to * KR, t->live); key++)
         for (int lane = 0; lane < p->count; lane++) {
             if (t->pos[key] < p->q.lo[lane] || t->pos[key] >= p->q.hi[lane]) continue;
             const int64_t at = (key - from * KR) * NR + lane;
             const float weight = from_bf16(w->p[at]), slope = from_bf16(w->ds[at]);
             const char *q = row_at(&b->q, batch, p->row + lane, head), *dout = row_at(&b->dout, batch, p->row + lane, head);
-            const char *k = row_at(&b->k, batch, t->first + key, kv_head);
+            const char *k = row_at(&b->k, batch, t->first + key, of->kv_head);
             for (int64_t i = 0; i < b->dim_v; i++)
                 w->dv[key * w->width + i] += weight * element(dout + i * b->dout.step[3], BURST_BF16);
             for (int64_t i = 0; i < b->d; i++) {
@@ -121,9 +117,9 @@ NOINLINE void add_gradients_carefully(gradient_panel *p, backward_room *w, const
 /* P and dS of a block without a softcap, of two vectors of lanes, in registers.  Hidden pairs of a cut block are 0 whatever came out there. */
 INLINE void weigh_dots_again(backward_room *w, int64_t block, const gradient_panel *p, float factor, int64_t start, int lane, const int cut)
 {
-    const rows_of k = keys_of(&w->tile, block), v = values_of(&w->tile, block);
+    const rows_of k = keys_of(&w->keys.tile, block), v = values_of(&w->keys.tile, block);
     const uint32_t *query = p->query, *dout = p->dout;
-    const INT *pos = w->tile.at.pos + block * KR;
+    const INT *pos = w->keys.tile.at.pos + block * KR;
     const int first = lane / LANES;
     vec s[DOT_ROWS][3], weight[DOT_ROWS][2];
     dot_block(k.at, k.ld, query + lane, NR, w->terms_k / 2, s, 2);
@@ -154,16 +150,16 @@ NOINLINE void weigh_full_again(backward_room *w, int64_t block, int64_t n, const
 {
     for (int lane = 0; lane < NR; lane += 2 * LANES)
         for (int64_t i = 0; i < n; i++) {
-            ask_shares(&w->ahead, 1);
+            ask_shares(&w->keys.ahead, 1);
             weigh_dots_again(w, block + i, p, factor, start + i * KR * NR, lane, 0);
         }
 }
 NOINLINE void weigh_cut_again(backward_room *w, int64_t block, const gradient_panel *p, float factor, int64_t start, span seen)
 {
-    ask_shares(&w->ahead, VR / 2);
+    ask_shares(&w->keys.ahead, VR / 2);
     for (int pair = seen.first; pair < seen.last; pair++) {
         const int lane = pair * 2 * LANES;
-        if (vector_sees(&w->tile.at, &p->q, block, 2 * pair) || vector_sees(&w->tile.at, &p->q, block, 2 * pair + 1)) {
+        if (vector_sees(&w->keys.tile.at, &p->q, block, 2 * pair) || vector_sees(&w->keys.tile.at, &p->q, block, 2 * pair + 1)) {
             weigh_dots_again(w, block, p, factor, start, lane, 1);
         } else {
             vec none[2][2] = {{{0}}};
@@ -177,9 +173,9 @@ NOINLINE void weigh_cut_again(backward_room *w, int64_t block, const gradient_pa
 NOINLINE void weigh_blocks(const gradient_panel *p, backward_room *w, const burst_block *b, int64_t from, int64_t to, const parts *seen)
 {
     enum { SOME = 4 }; /* blocks of which K and V stay in L1 for all vectors */
-    const bf16_tile *t = &w->tile;
+    const bf16_tile *t = &w->keys.tile;
     const int capped = w->how.softcap != 0;
-    share_out(&w->ahead, (to - from) * (VR / 2));
+    share_out(&w->keys.ahead, (to - from) * (VR / 2));
     for (int64_t block = from, n; block < to; block += n) {
         const int64_t start = (block - from) * KR * NR;
         for (n = 0; !capped && n < MIN(SOME, to - block) && (!seen || block_sight(&t->at, &p->q, block + n) == FULL);) n++;
@@ -194,7 +190,7 @@ NOINLINE void weigh_blocks(const gradient_panel *p, backward_room *w, const burs
         }
         bf16_scores(keys_of(t, block), columns_of(p->query, b->d), w->terms_k, w->s[0], 0);
         bf16_scores(values_of(t, block), columns_of(p->dout, b->dim_v), w->terms_v, w->dp[0], 0);
-        ask_shares(&w->ahead, VR / 2);
+        ask_shares(&w->keys.ahead, VR / 2);
         bend_scores(t, block, &p->q, b, &w->how, w->s[0], w->slopes);
         weigh_any(w, w->s[0], w->dp[0], p, block, block_sight(&t->at, &p->q, block) != FULL, start);
     }
@@ -226,7 +222,7 @@ NOINLINE void weigh_again(const backward_room *w, const float *s, const float *d
 /* P and dS of the blocks [from, to).  The products of the next block are made between the weights of this one. */
 NOINLINE void weigh_blocks(const gradient_panel *p, backward_room *w, const burst_block *b, int64_t from, int64_t to, const parts *seen)
 {
-    const bf16_tile *t = &w->tile;
+    const bf16_tile *t = &w->keys.tile;
     const int capped = w->how.softcap != 0, plain = !capped && !w->how.alibi;
     const pairs_of query = columns_of(p->query, b->d), dout = columns_of(p->dout, b->dim_v);
     for (int lane = 0; lane < NR; lane += GROUP) {
@@ -249,10 +245,10 @@ NOINLINE void weigh_blocks(const gradient_panel *p, backward_room *w, const burs
 }
 #endif
 
-NOINLINE int backward_tile(gradient_panel *p, backward_room *w, const call *c, int64_t batch, int64_t head)
+NOINLINE int backward_tile(gradient_panel *p, backward_room *w, const call *c, const task *of)
 {
     const burst_block *b = c->b;
-    const bf16_tile *t = &w->tile;
+    const bf16_tile *t = &w->keys.tile;
     int64_t from, to;
     int full;
     seen_blocks(&t->at, &p->q, &from, &to, &full);
@@ -263,7 +259,7 @@ NOINLINE int backward_tile(gradient_panel *p, backward_room *w, const call *c, i
     if (seen) find_parts(&parts_seen, &t->at, &p->q, from, to);
     weigh_blocks(p, w, b, from, to, seen);
     if (!full && (t->at.wild_k || t->at.wild_v || p->wild)) {
-        add_gradients_carefully(p, w, c, batch, head, from, to);
+        add_gradients_carefully(p, w, c, of, from, to);
         return 1;
     }
     const rows_of weights = {w->p, NR, w->plane}, slopes = {w->ds, NR, w->plane};
@@ -282,77 +278,26 @@ NOINLINE void open_gradient_panel(gradient_panel *p, backward_room *w, const cal
     p->wild |= load_factor(&b->dout, batch, head, p->row, p->count, b->dim_v, 1, rows, w->ld, p->dout, p->dout_rows);
 }
 
-/* A panel is opened before its first tile and closed behind its last one. */
-static int64_t backward_task(backward_room *w, call *c, int thread, task *k, int64_t group)
+INLINE void clear_tile_sums(backward_room *w, const call *c)
 {
-    const burst_block *b = c->b;
-    const int64_t kv_head = k->kv_head;
-    const float scale_k = (float)b->scale / QUERY_FACTOR(b); /* Q brings the rest */
-    int64_t computed = 0;
-    for (int64_t i = 0; i < k->n; i++)
-        if (sees_no_more(c, k, i, k->start)) {
-            open_gradient(&w->panels[i], c, k->batch, k->head, k->first + i);
-            close_gradient(&w->panels[i], c, k->batch, k->head, w->rows, w->ld);
-            k->opened[i] = 1;
-        }
-    for (int64_t index = k->start, after; index < k->end; index = after) {
-        after = next_tile(c, k->all, index + 1, k->end);
-        const turns_of_tile mine = turns_at(c, k->head, group, index);
-        load_bf16_tile(&w->tile, c, k->batch, kv_head, index, 1);
-        const int64_t keys = w->tile.at.blocks * KR;
-        memset(w->dk, 0, keys * w->depth * sizeof(float));
-        memset(w->dv, 0, keys * w->width * sizeof(float));
-#ifdef BURST_DOT
-        const int64_t turns = panels_at(c, k, index);
-        const task behind = after < k->end ? (task){0} : task_behind(c, k);
-        int64_t turn = 0;
-#endif
-        for (int64_t i = 0; i < k->n; i++) {
-            gradient_panel *p = &w->panels[i];
-            if (!sees_tile(c, k->sees[i], index)) continue;
-            if (!k->opened[i]) open_gradient_panel(p, w, c, k->batch, k->head, k->first + i);
-            k->opened[i] = 1;
-            const int last = sees_no_more(c, k, i, index + 1);
-#ifdef BURST_DOT
-            const int parting = after == k->end && turn + 1 == turns; /* from this task */
-            w->ahead = (shares){.n = 9};
-            stream *ahead = w->ahead.of; /* K, V, sums of dK and dV, results of both, Q, dO, dQ */
-            stream_keys(ahead, c, k, after, &behind, turn, turns);
-            stream_sums(ahead + 2, c, &w->tile.at, mine, k->batch, kv_head, turn++, turns);
-            ahead[6] = stream_panel(&b->q, c, parting ? &behind : k, parting ? 0 : i + 1, b->d);
-            ahead[7] = stream_panel(&b->dout, c, parting ? &behind : k, parting ? 0 : i + 1, b->dim_v);
-            ahead[8] = stream_dq(b, k, p->row, last ? p->count : 0);
-#endif
-            computed += backward_tile(p, w, c, k->batch, k->head);
-            if (last) close_gradient(p, c, k->batch, k->head, w->rows, w->ld);
-            if (!carry_on(c, thread)) return computed;
-        }
-        if (!wait_for_turn(c, thread, k->batch, kv_head, index, mine)) return computed;
-        const burst_array *final_dk = final_of(&b->final_dk, mine), *final_dv = final_of(&b->final_dv, mine);
-        const int type = (int)b->type, fresh = is_fresh(b, mine);
-        for (int64_t i = 0; i < w->tile.at.live; i++) {
-            const int64_t row = w->tile.at.first + i;
-            settle_row(&b->dk, final_dk, type, k->batch, row, kv_head, 0, b->d, w->dk + i * w->depth, scale_k, fresh);
-            settle_row(&b->dv, final_dv, type, k->batch, row, kv_head, 0, b->dim_v, w->dv + i * w->width, 1, fresh);
-        }
-        pass_turn(c, k->batch, kv_head, index);
-    }
-    return computed;
+    const int64_t keys = w->keys.tile.at.blocks * KR;
+    (void)c;
+    memset(w->dk, 0, keys * w->depth * sizeof(float));
+    memset(w->dv, 0, keys * w->width * sizeof(float));
 }
 
-static void backward_worker(call *c, int thread, arena scratch)
+/* This task's share of dK and dV of the tile */
+INLINE void settle_tile_sums(backward_room *w, const call *c, const task *k, turns_of_tile mine)
 {
-    backward_room w;
-    take_backward(&scratch, &w, c);
-    w.how = bend_of(c->b);
-    shape_tiles();
-    int64_t computed = 0, t;
-    while ((t = atomic_fetch_add(&c->next, 1)) < c->tasks && carry_on(c, thread)) {
-        task k = task_of(c, t);
-        computed += backward_task(&w, c, thread, &k, group_of(c, t));
+    const burst_block *b = c->b;
+    const burst_array *final_dk = final_of(&b->final_dk, mine), *final_dv = final_of(&b->final_dv, mine);
+    const int type = (int)b->type, fresh = is_fresh(b, mine);
+    const float scale_k = (float)b->scale / QUERY_FACTOR(b); /* Q brings the rest */
+    for (int64_t i = 0; i < w->keys.tile.at.live; i++) {
+        const int64_t row = w->keys.tile.at.first + i;
+        settle_row(&b->dk, final_dk, type, k->batch, row, k->kv_head, 0, b->d, w->dk + i * w->depth, scale_k, fresh);
+        settle_row(&b->dv, final_dv, type, k->batch, row, k->kv_head, 0, b->dim_v, w->dv + i * w->width, 1, fresh);
     }
-    release_tiles();
-    atomic_fetch_add(&c->computed, computed);
 }
 
 #endif

@@ -66,13 +66,12 @@ NOINLINE void sum_rounded(const panel *p, const uint32_t *pairs, int64_t keys, v
 
 typedef struct {
     panel panels[BURST_PANELS];
-    bf16_tile tile;
+    key_feed keys;
     float *s;        /* [keys, NR] */
     uint32_t *p;     /* [PIECES, keys / 2, NR] P, pairs of keys */
     int64_t plane;
     float *rows;     /* [NR, ld], or [PIECES, NR, ld] of bfloat16: on the way in and out of a panel */
     int64_t ld;
-    shares ahead;    /* K, V of the next tile, Q of the next panel, out of this one */
     bend how;
 } forward_room;
 
@@ -81,7 +80,7 @@ INLINE void take_forward(arena *a, forward_room *w, const call *c)
     const burst_block *b = c->b;
     const int64_t keys = ROUND_UP(c->tile_keys, KR);
     w->ld = ROUND_UP(MAX(b->d, b->dim_v), STEP) + STEP;
-    take_bf16_tile(a, &w->tile, c, 0);
+    take_keys(a, &w->keys, c, 0);
     w->s = TAKE(a, float, keys * NR);
     w->plane = keys / 2 * NR;
     w->p = TAKE(a, uint32_t, PIECES * w->plane);
@@ -168,8 +167,8 @@ NOINLINE void weigh_with_maximum(panel *p, forward_room *w, int64_t from, int64_
     for (int64_t block = from; block < to; block++) {
         float *s = w->s + (block - from) * KR * NR;
         for (int lane = 0; lane < NR; lane += GROUP)
-            bf16_scores(keys_of(&w->tile, block), columns_of(p->query, b->d), TERMS_OF(b->d), s, lane);
-        const float factor = bend_scores(&w->tile, block, &p->q, b, &w->how, s, NULL);
+            bf16_scores(keys_of(&w->keys.tile, block), columns_of(p->query, b->d), TERMS_OF(b->d), s, lane);
+        const float factor = bend_scores(&w->keys.tile, block, &p->q, b, &w->how, s, NULL);
         if (factor != 1) scale_block(s, factor);
     }
     raise_maximum(p, w->s, keys, b->dim_v, 0);
@@ -183,7 +182,7 @@ NOINLINE void add_values_carefully(panel *p, forward_room *w, const call *c, int
                                    int64_t to)
 {
     const burst_block *b = c->b;
-    const key_tile *t = &w->tile.at;
+    const key_tile *t = &w->keys.tile.at;
     for (int64_t key = from * KR; key < MIN(to * KR, t->live); key++) {
         const char *v = row_at(&b->v, batch, t->first + key, head);
         for (int lane = 0; lane < NR; lane++)
@@ -208,13 +207,13 @@ NOINLINE void forward_classic(panel *p, forward_room *w, const call *c, int64_t 
                               int careful)
 {
     vec sum[TOTALS];
-    ask_shares(&w->ahead, (to - from) * SHARES);
+    ask_shares(&w->keys.ahead, (to - from) * SHARES);
     weigh_with_maximum(p, w, from, to, c->b, sum);
     add_sums(p, sum);
     if (careful)
         add_values_carefully(p, w, c, batch, head, from, to);
     else
-        bf16_add_panel(turned_of(&w->tile, from), (pairs_of){w->p, NR, w->plane}, (to - from) * KR, p->out,
+        bf16_add_panel(turned_of(&w->keys.tile, from), (pairs_of){w->p, NR, w->plane}, (to - from) * KR, p->out,
                        COLUMNS_OF(c->b->dim_v), NULL);
 }
 
@@ -224,10 +223,10 @@ NOINLINE void forward_classic(panel *p, forward_room *w, const call *c, int64_t 
 INLINE void weigh_dots(forward_room *w, int64_t block, const panel *p, const uint32_t *query, int64_t depth, float factor,
                        uint32_t *pairs, vec *sum, int first, const int NV, const int cut)
 {
-    const rows_of k = keys_of(&w->tile, block);
-    const INT *pos = w->tile.at.pos + block * KR;
+    const rows_of k = keys_of(&w->keys.tile, block);
+    const INT *pos = w->keys.tile.at.pos + block * KR;
     vec s[DOT_ROWS][3];
-    ask_shares(&w->ahead, 1);
+    ask_shares(&w->keys.ahead, 1);
     dot_block(k.at, k.ld, query + first * LANES, NR, depth / 2, s, NV);
     UNROLL for (int j = 0; j < NV; j++) UNROLL for (int i = 0; i < DOT_ROWS; i++) s[i][j] = scored(s[i][j], factor);
     if (w->how.alibi)
@@ -274,7 +273,7 @@ NOINLINE void weigh_cut(forward_room *w, int64_t block, const panel *p, const ui
 INLINE void forward_weights(panel *p, forward_room *w, const burst_block *b, int64_t from, int64_t to, vec *sum, const parts *seen)
 {
     enum { SOME = 4 }; /* blocks, of which K stays in L1 for all vectors */
-    const bf16_tile *t = &w->tile;
+    const bf16_tile *t = &w->keys.tile;
     const pairs_of query = columns_of(p->query, b->d);
     const int64_t depth = TERMS_OF(b->d);
     const int plain = w->how.softcap == 0;
@@ -290,7 +289,7 @@ INLINE void forward_weights(panel *p, forward_room *w, const burst_block *b, int
             for (int i = 0; i < VR / 3; i++)
                 weigh_cut(w, block, p, query.at, depth, SCORE_FACTOR(b), pairs, sum, 3 * i, seen->of[i].spans[block - from]);
         } else {
-            ask_shares(&w->ahead, SHARES);
+            ask_shares(&w->keys.ahead, SHARES);
             bf16_scores(keys_of(t, block), query, depth, w->s, 0);
             weigh(w->s, bend_scores(t, block, &p->q, b, &w->how, w->s, NULL), p, pairs, w->plane, sum, 0);
         }
@@ -302,7 +301,7 @@ INLINE void forward_weights(panel *p, forward_room *w, const burst_block *b, int
 INLINE void forward_weights(panel *p, forward_room *w, const burst_block *b, int64_t from, int64_t to, vec *sum, const parts *seen)
 {
     (void)seen; /* hidden weights are 0 */
-    const bf16_tile *t = &w->tile;
+    const bf16_tile *t = &w->keys.tile;
     const pairs_of query = columns_of(p->query, b->d);
     const int64_t depth = TERMS_OF(b->d);
     float *s = w->s, *next = w->s + KR * NR;
@@ -310,7 +309,7 @@ INLINE void forward_weights(panel *p, forward_room *w, const burst_block *b, int
     for (int64_t block = from; block < to; block++) {
         uint32_t *pairs = w->p + (block - from) * KR / 2 * NR;
         const float factor = bend_scores(t, block, &p->q, b, &w->how, s, NULL);
-        ask_shares(&w->ahead, SHARES);
+        ask_shares(&w->keys.ahead, SHARES);
         for (int lane = 0; lane < NR; lane += GROUP) {
             if (block + 1 < to) bf16_scores(keys_of(t, block + 1), query, depth, next, lane);
             weigh(s, factor, p, pairs, w->plane, sum, lane);
@@ -328,20 +327,20 @@ NOINLINE int64_t forward_blocks(panel *p, forward_room *w, const burst_block *b,
     vec sum[TOTALS];
     UNROLL for (int j = 0; j < TOTALS; j++) sum[j] = zero();
     parts parts_seen;
-    const parts *seen = sees_all(&w->tile.at, &p->q, from, to) ? NULL : &parts_seen;
-    if (seen) find_parts(&parts_seen, &w->tile.at, &p->q, from, to);
+    const parts *seen = sees_all(&w->keys.tile.at, &p->q, from, to) ? NULL : &parts_seen;
+    if (seen) find_parts(&parts_seen, &w->keys.tile.at, &p->q, from, to);
     forward_weights(p, w, b, from, to, sum, seen);
-    if (too_high(sum, w->tile.at.limit)) return from;
+    if (too_high(sum, w->keys.tile.at.limit)) return from;
     if (ROUNDED_SUMS && !SUMS_AT_ONCE) sum_rounded(p, w->p, (to - from) * KR, sum);
     add_sums(p, sum);
-    bf16_add_panel(turned_of(&w->tile, from), (pairs_of){w->p, NR, w->plane}, (to - from) * KR, p->out, COLUMNS_OF(b->dim_v), seen);
+    bf16_add_panel(turned_of(&w->keys.tile, from), (pairs_of){w->p, NR, w->plane}, (to - from) * KR, p->out, COLUMNS_OF(b->dim_v), seen);
     return to;
 }
 
 /* Blocks [from, to), in which some lane may wait for an m */
 NOINLINE void forward_range(panel *p, forward_room *w, const call *c, int64_t batch, int64_t head, int64_t from, int64_t to, int careful)
 {
-    const key_tile *t = &w->tile.at;
+    const key_tile *t = &w->keys.tile.at;
     while (from < to) {
         int64_t end = from; /* of the blocks in which nobody waits for an m */
         if (!p->wide && !careful)
@@ -356,15 +355,16 @@ NOINLINE void forward_range(panel *p, forward_room *w, const call *c, int64_t ba
 }
 
 /* Returns how many counted tiles it computed. */
-NOINLINE int forward_tile(panel *p, forward_room *w, const call *c, int64_t batch, int64_t head)
+NOINLINE int forward_tile(panel *p, forward_room *w, const call *c, const task *of)
 {
-    const key_tile *t = &w->tile.at;
+    const int64_t batch = of->batch, head = of->kv_head;
+    const key_tile *t = &w->keys.tile.at;
     int64_t from, to;
     int full;
     seen_blocks(t, &p->q, &from, &to, &full);
     if (from == to) return 0;
     const int careful = t->wild_v && !full;
-    share_out(&w->ahead, (to - from) * SHARES);
+    share_out(&w->keys.ahead, (to - from) * SHARES);
     const int64_t lead = p->unset && !p->wide && !careful ? leading_block(t, &p->q, from, to, c->from_last) : from;
     if (lead > from) { /* all lanes get their m at once, so that nobody waits */
         forward_classic(p, w, c, batch, head, lead, lead + 1, 0);
@@ -374,61 +374,6 @@ NOINLINE int forward_tile(panel *p, forward_room *w, const call *c, int64_t batc
         forward_range(p, w, c, batch, head, from, to, careful);
     }
     return (int)((to * KR - 1) / BURST_KEYS_BACKWARD - from * KR / BURST_KEYS_BACKWARD + 1);
-}
-
-/* A panel is opened before its first tile and closed behind its last one. */
-static int64_t forward_task(forward_room *w, call *c, int thread, task *k)
-{
-    const burst_block *b = c->b;
-    const burst_array *to = b->final.data ? &b->final : &b->out;
-    const int to_type = b->final.data ? (int)b->type : (int)TYPE_OF_REAL;
-    const int64_t kv_head = k->kv_head;
-    int64_t computed = 0;
-    for (int64_t i = 0; i < k->n; i++)
-        if (sees_no_more(c, k, i, k->start)) {
-            open_panel(&w->panels[i], w, c, k->batch, k->head, k->first + i);
-            close_panel(&w->panels[i], c, k->batch, k->head, w->rows, w->ld);
-            k->opened[i] = 1;
-        }
-    for (int64_t index = next_shared(c, k, k->start), after; index < k->end; index = after) {
-        const int64_t turns = panels_at(c, k, index);
-        after = next_shared(c, k, index + 1);
-        const task behind = after < k->end ? (task){0} : task_behind(c, k);
-        load_bf16_tile(&w->tile, c, k->batch, kv_head, index, 0);
-        for (int64_t i = 0, turn = 0; i < k->n; i++) {
-            panel *p = &w->panels[i];
-            if (!sees_tile(c, k->sees[i], index)) continue;
-            if (!k->opened[i]) open_panel(p, w, c, k->batch, k->head, k->first + i);
-            k->opened[i] = 1;
-            const int last = sees_no_more(c, k, i, index + 1);
-            const int parting = after == k->end && turn + 1 == turns; /* from this task */
-            stream *ahead = w->ahead.of;
-            w->ahead = (shares){.n = 4};
-            stream_keys(ahead, c, k, after, &behind, turn, turns);
-            ahead[2] = stream_panel(&b->q, c, parting ? &behind : k, parting ? 0 : i + 1, b->d);
-            ahead[3] = stream_of(to, k->batch, k->head, p->row, last ? p->row + p->count : p->row, b->dim_v, to_type);
-            computed += forward_tile(p, w, c, k->batch, kv_head);
-            if (last) close_panel(p, c, k->batch, k->head, w->rows, w->ld);
-            if (!carry_on(c, thread)) return computed;
-            turn++;
-        }
-    }
-    return computed;
-}
-
-static void forward_worker(call *c, int thread, arena scratch)
-{
-    forward_room w;
-    take_forward(&scratch, &w, c);
-    w.how = bend_of(c->b);
-    shape_tiles();
-    int64_t computed = 0, t;
-    while ((t = atomic_fetch_add(&c->next, 1)) < c->tasks && carry_on(c, thread)) {
-        task k = task_of(c, t);
-        computed += forward_task(&w, c, thread, &k);
-    }
-    release_tiles();
-    atomic_fetch_add(&c->computed, computed);
 }
 
 #endif

@@ -9,6 +9,7 @@
 #else
 #include "backward.h"
 #endif
+#include "walk.h"
 
 int64_t burst_abi(void) { return BURST_ABI * 1000 + (int64_t)sizeof(burst_block); }
 

@@ -16,12 +16,11 @@
 
 typedef struct {
     gradient_panel panels[BURST_PANELS];
-    key_tile tile, next;
+    key_feed keys;
     REAL *p, *ds;    /* [keys, NR] */
     REAL *dk, *dv;   /* strips of [keys, width]: sums of this group for this tile */
     REAL *rows;      /* [NR, ld] */
     int64_t ld;
-    wishes soon;
     bend how;
 } backward_room;
 
@@ -32,8 +31,7 @@ INLINE void take_backward(arena *a, backward_room *w, const call *c)
     const burst_block *b = c->b;
     const int64_t keys = ROUND_UP(c->tile_keys, KR);
     w->ld = ROUND_UP(MAX(b->d, b->dim_v), LANES) + LANES;
-    take_tile(a, &w->tile, c);
-    take_tile(a, &w->next, c);
+    take_keys(a, &w->keys, c, 1);
     w->p = TAKE(a, REAL, keys * NR);
     w->ds = TAKE(a, REAL, keys * NR);
     w->dk = TAKE(a, REAL, strips_size(keys, b->d));
@@ -70,9 +68,10 @@ NOINLINE int rows_to_strips(const burst_array *x, const burst_block *b, int64_t 
     return wild;
 }
 
-NOINLINE void open_gradient_panel(gradient_panel *p, const call *c, int64_t batch, int64_t head, int64_t index)
+NOINLINE void open_gradient_panel(gradient_panel *p, backward_room *w, const call *c, int64_t batch, int64_t head, int64_t index)
 {
     const burst_block *b = c->b;
+    (void)w;
     open_gradient(p, c, batch, head, index);
     p->wild = rows_to_strips(&b->q, b, batch, head, p->row, p->count, b->d, factor_of(b), p->query, p->query_rows);
     p->wild |= rows_to_strips(&b->dout, b, batch, head, p->row, p->count, b->dim_v, 1, p->dout, p->dout_rows);
@@ -182,9 +181,11 @@ NOINLINE void slope_capped(const REAL *v, int64_t leaf, int64_t dv, const gradie
     slope_any(v, leaf, dv, q, p, ds, NULL, 1, 0, 0, VR, NULL);
 }
 
-NOINLINE int backward_tile(gradient_panel *p, backward_room *w, const burst_block *b)
+NOINLINE int backward_tile(gradient_panel *p, backward_room *w, const call *c, const task *of)
 {
-    const key_tile *t = &w->tile;
+    const burst_block *b = c->b;
+    (void)of;
+    const key_tile *t = &w->keys.tile;
     int64_t from, to;
     int full;
     seen_blocks(t, &p->q, &from, &to, &full);
@@ -204,11 +205,11 @@ NOINLINE int backward_tile(gradient_panel *p, backward_room *w, const burst_bloc
             while (block + n < to && (full || block_sight(t, &p->q, block + n) == FULL)) n++;
         const int64_t more = (to - block - n) * (slots + slots_v) + slots_behind;
         if (!capped && !cut && !alibi) {
-            weigh_again(k, t->leaf, b->d, n, p, weights, &w->soon, n * slots_v + more);
+            weigh_again(k, t->leaf, b->d, n, p, weights, &w->keys.soon, n * slots_v + more);
         } else if (!capped && !cut) {
-            weigh_again_tilted(k, t->leaf, b->d, p, weights, pos, wish(&w->soon, slots, slots_v + more));
+            weigh_again_tilted(k, t->leaf, b->d, p, weights, pos, wish(&w->keys.soon, slots, slots_v + more));
         } else if (!capped && !alibi) {
-            weigh_again_cut(k, t->leaf, b->d, p, weights, pos, edge.spans[block - from], wish(&w->soon, slots, slots_v + more));
+            weigh_again_cut(k, t->leaf, b->d, p, weights, pos, edge.spans[block - from], wish(&w->keys.soon, slots, slots_v + more));
         } else {
             score_any(t, block, &p->q, p->query, b->d, &w->how, weights, capped ? ds : NULL);
             weights_of(weights, p, weights);
@@ -218,9 +219,9 @@ NOINLINE int backward_tile(gradient_panel *p, backward_room *w, const burst_bloc
             slope_capped(v, t->leaf, b->dim_v, p, weights, ds);
             if (cut) hide_block(ds, &p->q, pos, KR);
         } else if (cut) {
-            slope_cut(v, t->leaf, b->dim_v, p, weights, ds, pos, edge.spans[block - from], wish(&w->soon, slots_v, more));
+            slope_cut(v, t->leaf, b->dim_v, p, weights, ds, pos, edge.spans[block - from], wish(&w->keys.soon, slots_v, more));
         } else {
-            slope_blocks(v, t->leaf, b->dim_v, n, p, weights, ds, &w->soon, more);
+            slope_blocks(v, t->leaf, b->dim_v, n, p, weights, ds, &w->keys.soon, more);
         }
     }
     const int64_t all = ROUND_UP(BURST_KEYS_BACKWARD, KR);
@@ -237,9 +238,9 @@ NOINLINE int backward_tile(gradient_panel *p, backward_room *w, const burst_bloc
         add_rows(w->p, p->dout_rows, w->dv, from * KR, keys, all, b->dim_v, spans);
         add_rows(w->ds, p->query_rows, w->dk, from * KR, keys, all, b->d, spans);
         if (full)
-            add_panel(rows, t->leaf, w->ds, keys, p->dq, b->d, &w->soon);
+            add_panel(rows, t->leaf, w->ds, keys, p->dq, b->d, &w->keys.soon);
         else
-            add_panel_runs(rows, t->leaf, w->ds, keys, edge.runs, edge.n, p->dq, b->d, &w->soon);
+            add_panel_runs(rows, t->leaf, w->ds, keys, edge.runs, edge.n, p->dq, b->d, &w->keys.soon);
     }
     return 1;
 }
@@ -257,76 +258,20 @@ NOINLINE void add_to_keys(const key_tile *t, REAL *strips, const burst_array *su
     }
 }
 
-static int64_t backward_task(backward_room *w, call *c, int thread, task *k, int64_t group)
+INLINE void clear_tile_sums(backward_room *w, const call *c)
 {
-    const burst_block *b = c->b;
     const int64_t keys = ROUND_UP(c->tile_keys, KR);
-    int64_t computed = 0;
-    for (int64_t i = 0; i < k->n; i++)
-        if (sees_no_more(c, k, i, k->start)) {
-            open_gradient(&w->panels[i], c, k->batch, k->head, k->first + i);
-            close_gradient(&w->panels[i], c, k->batch, k->head, w->rows, w->ld);
-            k->opened[i] = 1;
-        }
-    if (k->start < k->end) {
-        load_positions(&w->tile, c, k->start);
-        pack_keys(&w->tile, c, k->batch, k->kv_head, 0, 1);
-    }
-    for (int64_t index = k->start, after; index < k->end; index = after) {
-        const int64_t turns = panels_at(c, k, index);
-        const turns_of_tile mine = turns_at(c, k->head, group, index);
-        after = next_tile(c, k->all, index + 1, k->end);
-        task behind = {0};
-        if (after < k->end)
-            load_positions(&w->next, c, after);
-        else
-            behind = task_behind(c, k);
-        memset(w->dk, 0, strips_size(keys, b->d) * sizeof(REAL));
-        memset(w->dv, 0, strips_size(keys, b->dim_v) * sizeof(REAL));
-        for (int64_t i = 0, turn = 0; i < k->n; i++) {
-            gradient_panel *p = &w->panels[i];
-            if (!sees_tile(c, k->sees[i], index)) continue;
-            if (!k->opened[i]) open_gradient_panel(p, c, k->batch, k->head, k->first + i);
-            k->opened[i] = 1;
-            stream ahead[9] = {0}; /* K, V, sums of dK and dV, results of both, Q, dO, dQ */
-            const int last = sees_no_more(c, k, i, index + 1);
-            const int parting = after == k->end && turn + 1 == turns; /* from this task */
-            stream_keys(ahead, c, k, after, &behind, turn, turns);
-            stream_sums(ahead + 2, c, &w->tile, mine, k->batch, k->kv_head, turn, turns);
-            ahead[6] = stream_panel(&b->q, c, parting ? &behind : k, parting ? 0 : i + 1, b->d);
-            ahead[7] = stream_panel(&b->dout, c, parting ? &behind : k, parting ? 0 : i + 1, b->dim_v);
-            ahead[8] = stream_dq(b, k, p->row, last ? p->count : 0);
-            collect(&w->soon, ahead, 9);
-            computed += backward_tile(p, w, b);
-            if (after < k->end) pack_keys(&w->next, c, k->batch, k->kv_head, turn, turns);
-            if (last) close_gradient(p, c, k->batch, k->head, w->rows, w->ld);
-            if (!carry_on(c, thread)) return computed;
-            turn++;
-        }
-        if (!turns && after < k->end) pack_keys(&w->next, c, k->batch, k->kv_head, 0, 1);
-        if (!wait_for_turn(c, thread, k->batch, k->kv_head, index, mine)) return computed;
-        const int type = (int)b->type, fresh = is_fresh(b, mine);
-        add_to_keys(&w->tile, w->dk, &b->dk, type, k->batch, k->kv_head, b->d, (REAL)b->scale, final_of(&b->final_dk, mine), fresh);
-        add_to_keys(&w->tile, w->dv, &b->dv, type, k->batch, k->kv_head, b->dim_v, 1, final_of(&b->final_dv, mine), fresh);
-        pass_turn(c, k->batch, k->kv_head, index);
-        const key_tile done = w->tile;
-        w->tile = w->next;
-        w->next = done;
-    }
-    return computed;
+    memset(w->dk, 0, strips_size(keys, c->b->d) * sizeof(REAL));
+    memset(w->dv, 0, strips_size(keys, c->b->dim_v) * sizeof(REAL));
 }
 
-static void backward_worker(call *c, int thread, arena scratch)
+/* This task's share of dK and dV of the tile */
+INLINE void settle_tile_sums(backward_room *w, const call *c, const task *k, turns_of_tile mine)
 {
-    backward_room w;
-    take_backward(&scratch, &w, c);
-    w.how = bend_of(c->b);
-    int64_t computed = 0, t;
-    while ((t = atomic_fetch_add(&c->next, 1)) < c->tasks && carry_on(c, thread)) {
-        task k = task_of(c, t);
-        computed += backward_task(&w, c, thread, &k, group_of(c, t));
-    }
-    atomic_fetch_add(&c->computed, computed);
+    const burst_block *b = c->b;
+    const int type = (int)b->type, fresh = is_fresh(b, mine);
+    add_to_keys(&w->keys.tile, w->dk, &b->dk, type, k->batch, k->kv_head, b->d, (REAL)b->scale, final_of(&b->final_dk, mine), fresh);
+    add_to_keys(&w->keys.tile, w->dv, &b->dv, type, k->batch, k->kv_head, b->dim_v, 1, final_of(&b->final_dv, mine), fresh);
 }
 
 #endif

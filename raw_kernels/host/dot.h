@@ -10,9 +10,6 @@
 #define DOT_ROWS 8
 _Static_assert(NR % (3 * LANES) == 0 && NR % (2 * LANES) == 0 && KR == DOT_ROWS, "panels and blocks are whole register blocks");
 
-INLINE void shape_tiles(void) {}
-INLINE void release_tiles(void) {}
-
 typedef uint32_t pair __attribute__((may_alias, aligned(2)));
 
 /* acc[i][j] += sum over `pairs` of a[i][pair] b[pair][j], for the vectors [FIRST, LAST) */

@@ -16,11 +16,10 @@
 
 typedef struct {
     panel panels[BURST_PANELS];
-    key_tile tile, next; /* of keys: that which is computed, that which is packed meanwhile */
+    key_feed keys;
     REAL *p;         /* [keys, NR] */
     REAL *rows;      /* [NR, ld] on the way in and out of a panel */
     int64_t ld;
-    wishes soon;
     bend how;
 } forward_room;
 
@@ -28,8 +27,7 @@ INLINE void take_forward(arena *a, forward_room *w, const call *c)
 {
     const burst_block *b = c->b;
     w->ld = ROUND_UP(MAX(b->d, b->dim_v), LANES) + LANES;
-    take_tile(a, &w->tile, c);
-    take_tile(a, &w->next, c);
+    take_keys(a, &w->keys, c, 0);
     w->p = TAKE(a, REAL, ROUND_UP(c->tile_keys, KR) * NR);
     w->rows = TAKE(a, REAL, NR * w->ld);
     for (int64_t i = 0; i < c->most_panels; i++) {
@@ -145,16 +143,18 @@ NOINLINE void tile_with_maximum(panel *p, forward_room *w, int64_t from, int64_t
 {
     const int64_t keys = (to - from) * KR;
     for (int64_t block = from; block < to; block++)
-        score_any(&w->tile, block, &p->q, p->query, d, &w->how, w->p + (block - from) * KR * NR, NULL);
+        score_any(&w->keys.tile, block, &p->q, p->query, d, &w->how, w->p + (block - from) * KR * NR, NULL);
     raise_maximum(p, w->p, keys, dv, 0);
     UNROLL for (int j = 0; j < VR; j++) sum[j] = zero();
     weigh_stored(w->p, keys, p, sum);
 }
 
 /* Returns how many counted tiles it computed. */
-NOINLINE int forward_tile(panel *p, forward_room *w, const burst_block *b)
+NOINLINE int forward_tile(panel *p, forward_room *w, const call *c, const task *of)
 {
-    const key_tile *t = &w->tile;
+    const burst_block *b = c->b;
+    (void)of;
+    const key_tile *t = &w->keys.tile;
     int64_t from, to;
     int full;
     seen_blocks(t, &p->q, &from, &to, &full);
@@ -181,12 +181,12 @@ NOINLINE int forward_tile(panel *p, forward_room *w, const burst_block *b)
             n = 1;
             if (plain && !waits && seen && !alibi) {
                 if (!p->unset && i >= lead) while (i + n < to && (full || block_sight(t, &p->q, block + n) == FULL)) n++;
-                strange |= weigh_full(k, t->leaf, p->query, b->d, n, p->ref, weights, sum, &w->soon, (to - i - n) * slots + slots_behind);
+                strange |= weigh_full(k, t->leaf, p->query, b->d, n, p->ref, weights, sum, &w->keys.soon, (to - i - n) * slots + slots_behind);
             } else if (plain && !waits && seen) {
-                weigh_tilted(k, t->leaf, p->query, b->d, p->ref, weights, sum, &p->q, pos, wish(&w->soon, slots, rest));
+                weigh_tilted(k, t->leaf, p->query, b->d, p->ref, weights, sum, &p->q, pos, wish(&w->keys.soon, slots, rest));
             } else if (plain && !waits && !alibi) {
                 weigh_cut(k, t->leaf, p->query, b->d, p->ref, weights, sum, &p->q, pos, edge.spans[block - from],
-                          wish(&w->soon, slots, rest));
+                          wish(&w->keys.soon, slots, rest));
             } else {
                 score_any(t, block, &p->q, p->query, b->d, &w->how, weights, NULL);
                 if (waits) raise_maximum(p, weights, KR, b->dim_v, 1);
@@ -201,74 +201,10 @@ NOINLINE int forward_tile(panel *p, forward_room *w, const burst_block *b)
         add_panel_carefully(values, t->leaf, w->p, MIN(to * KR, t->live) - from * KR, p->out, b->dim_v, &p->q,
                             t->pos + from * KR);
     else if (full)
-        add_panel(values, t->leaf, w->p, keys, p->out, b->dim_v, &w->soon);
+        add_panel(values, t->leaf, w->p, keys, p->out, b->dim_v, &w->keys.soon);
     else
-        add_panel_runs(values, t->leaf, w->p, keys, edge.runs, edge.n, p->out, b->dim_v, &w->soon);
+        add_panel_runs(values, t->leaf, w->p, keys, edge.runs, edge.n, p->out, b->dim_v, &w->keys.soon);
     return (int)((to * KR - 1) / BURST_KEYS_BACKWARD - from * KR / BURST_KEYS_BACKWARD + 1);
-}
-
-/* A panel is opened before its first tile and closed behind its last one, while its rows are in L1. */
-static int64_t forward_task(forward_room *w, call *c, int thread, task *k)
-{
-    const burst_block *b = c->b;
-    const burst_array *to = b->final.data ? &b->final : &b->out;
-    const int to_type = b->final.data ? (int)b->type : (int)TYPE_OF_REAL;
-    int64_t computed = 0;
-    for (int64_t i = 0; i < k->n; i++)
-        if (sees_no_more(c, k, i, k->start)) {
-            open_panel(&w->panels[i], w, c, k->batch, k->head, k->first + i);
-            close_panel(&w->panels[i], c, k->batch, k->head, w->rows, w->ld);
-            k->opened[i] = 1;
-        }
-    const int64_t start = next_shared(c, k, k->start);
-    if (start < k->end) {
-        load_positions(&w->tile, c, start);
-        pack_keys(&w->tile, c, k->batch, k->kv_head, 0, 1);
-    }
-    for (int64_t index = start, after; index < k->end; index = after) {
-        const int64_t turns = panels_at(c, k, index);
-        after = next_shared(c, k, index + 1);
-        task behind = {0};
-        if (after < k->end)
-            load_positions(&w->next, c, after);
-        else
-            behind = task_behind(c, k);
-        for (int64_t i = 0, turn = 0; i < k->n; i++) {
-            panel *p = &w->panels[i];
-            if (!sees_tile(c, k->sees[i], index)) continue;
-            if (!k->opened[i]) open_panel(p, w, c, k->batch, k->head, k->first + i);
-            k->opened[i] = 1;
-            stream ahead[4] = {0}; /* K, V, Q, out */
-            const int parting = after == k->end && turn + 1 == turns; /* from this task */
-            stream_keys(ahead, c, k, after, &behind, turn, turns);
-            ahead[2] = stream_panel(&b->q, c, parting ? &behind : k, parting ? 0 : i + 1, b->d);
-            const int last = sees_no_more(c, k, i, index + 1);
-            ahead[3] = stream_of(to, k->batch, k->head, p->row, last ? p->row + p->count : p->row, b->dim_v, to_type);
-            collect(&w->soon, ahead, 4);
-            computed += forward_tile(p, w, b);
-            if (after < k->end) pack_keys(&w->next, c, k->batch, k->kv_head, turn, turns);
-            if (last) close_panel(p, c, k->batch, k->head, w->rows, w->ld);
-            if (!carry_on(c, thread)) return computed;
-            turn++;
-        }
-        const key_tile done = w->tile;
-        w->tile = w->next;
-        w->next = done;
-    }
-    return computed;
-}
-
-static void forward_worker(call *c, int thread, arena scratch)
-{
-    forward_room w;
-    take_forward(&scratch, &w, c);
-    w.how = bend_of(c->b);
-    int64_t computed = 0, t;
-    while ((t = atomic_fetch_add(&c->next, 1)) < c->tasks && carry_on(c, thread)) {
-        task k = task_of(c, t);
-        computed += forward_task(&w, c, thread, &k);
-    }
-    atomic_fetch_add(&c->computed, computed);
 }
 
 #endif

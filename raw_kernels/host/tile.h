@@ -286,10 +286,12 @@ NOINLINE void collect(wishes *w, const stream *s, int n)
 }
 #endif
 
+enum { MOST_STREAMS = 9 }; /* that a panel asks for */
+
 /* What is asked for in even shares, a turn each */
 typedef struct {
-    stream of[9];
-    int64_t each[9];
+    stream of[MOST_STREAMS];
+    int64_t each[MOST_STREAMS];
     int n;
 } shares;
 
@@ -382,6 +384,43 @@ INLINE void seen_blocks(const key_tile *t, const lanes *q, int64_t *from, int64_
     *from = a;
     *to = z;
 }
+
+#ifndef BURST_AMX
+/* The keys of a task, tile by tile: the next one is packed, piece by piece, between the panels of this one.  The same verbs, in amx.h, are all that walk.h
+ * knows of keys. */
+typedef struct {
+    key_tile tile, next;
+    wishes soon; /* lines */
+} key_feed;
+
+INLINE void take_keys(arena *a, key_feed *f, const call *c, int backward)
+{
+    (void)backward;
+    take_tile(a, &f->tile, c);
+    take_tile(a, &f->next, c);
+}
+
+/* The tile behind this one is to be brought. */
+INLINE void expect_keys(key_feed *f, const call *c, int64_t index) { load_positions(&f->next, c, index); }
+
+/* Share `turn` of `turns` of it */
+INLINE void bring_keys(key_feed *f, const call *c, const task *k, int64_t turn, int64_t turns)
+{
+    pack_keys(&f->next, c, k->batch, k->kv_head, turn, turns);
+}
+
+/* All of it is there. */
+INLINE void turn_to_keys(key_feed *f, const call *c, const task *k, int64_t index, int backward)
+{
+    (void)c, (void)k, (void)index, (void)backward;
+    const key_tile done = f->tile;
+    f->tile = f->next;
+    f->next = done;
+}
+
+INLINE void ask_for(key_feed *f, const stream *s, int n) { collect(&f->soon, s, n); }
+INLINE const key_tile *tile_of(const key_feed *f) { return &f->tile; }
+#endif
 
 #if !defined(BURST_AMX) || defined(BURST_DOT)
 /* What three vectors of a panel see of the blocks [from, to) of a tile: of each one, and in runs of blocks that are alike. */
