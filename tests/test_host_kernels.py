@@ -102,6 +102,16 @@ def test_rules_and_types(backend, rule, dtype):
     run(backend, dout, q, k, v, dtype, cuts=(64, 65, 150), **RULES[rule])
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+@pytest.mark.parametrize("rule", ["causal", "window", "all", "alibi"])
+def test_scores_far_apart(backend, rule, dtype):
+    """Tiles outgrow their m again and again, so that those behind them are begun with their maximum (`steep`): full, cut and bent."""
+    rng = np.random.default_rng(zlib.crc32(f"steep {rule} {dtype}".encode()))
+    options = {"window": (400, 100)} if rule == "window" else {**RULES[rule], "documents": (0, 300, 900)} if rule == "all" else RULES[rule]
+    q, k, v, dout = kit.arrays(rng, 1, 900, 900, 4, 2, 16, 24, dtype, gain=60)
+    run(backend, dout, q, k, v, dtype, cuts=(530,), **options)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("run_of_rows", [1, 8, 40, 130])
 def test_rows_in_any_order(backend, run_of_rows, dtype):

@@ -164,16 +164,19 @@ INLINE float bend_scores(const bf16_tile *t, int64_t block, const lanes *q, cons
 NOINLINE void weigh_with_maximum(panel *p, forward_room *w, int64_t from, int64_t to, const burst_block *b, vec *sum)
 {
     const int64_t keys = (to - from) * KR;
+    const int even = w->how.softcap == 0 && !w->how.alibi && sees_all(&w->keys.tile.at, &p->q, from, to);
+    const float factor = even ? SCORE_FACTOR(b) : 1; /* that is still to come */
     for (int64_t block = from; block < to; block++) {
         float *s = w->s + (block - from) * KR * NR;
         for (int lane = 0; lane < NR; lane += GROUP)
             bf16_scores(keys_of(&w->keys.tile, block), columns_of(p->query, b->d), TERMS_OF(b->d), s, lane);
-        const float factor = bend_scores(&w->keys.tile, block, &p->q, b, &w->how, s, NULL);
-        if (factor != 1) scale_block(s, factor);
+        if (even) continue;
+        const float left = bend_scores(&w->keys.tile, block, &p->q, b, &w->how, s, NULL);
+        if (left != 1) scale_block(s, left);
     }
-    raise_maximum(p, w->s, keys, b->dim_v, 0);
+    raise_maximum(p, w->s, keys, factor, b->dim_v, 0);
     UNROLL for (int j = 0; j < TOTALS; j++) sum[j] = zero();
-    weigh_wide(w->s, keys, 1, p, w->p, w->plane, sum);
+    weigh_wide(w->s, keys, factor, p, w->p, w->plane, sum);
     if (!SUMS_AT_ONCE) UNROLL for (int j = 0; j < VR; j++) sum[TOTALS - VR + j] = sum[j]; /* the largest weight is 1 */
 }
 
@@ -337,17 +340,18 @@ NOINLINE int64_t forward_blocks(panel *p, forward_room *w, const burst_block *b,
     return to;
 }
 
-/* Blocks [from, to), in which some lane may wait for an m */
-NOINLINE void forward_range(panel *p, forward_room *w, const call *c, int64_t batch, int64_t head, int64_t from, int64_t to, int careful)
+/* Blocks [from, to), in which some lane may wait for an m; where `classic`, all of them that way */
+NOINLINE void forward_range(panel *p, forward_room *w, const call *c, int64_t batch, int64_t head, int64_t from, int64_t to, int classic,
+                            int careful)
 {
     const key_tile *t = &w->keys.tile.at;
     while (from < to) {
         int64_t end = from; /* of the blocks in which nobody waits for an m */
-        if (!p->wide && !careful)
+        if (!p->wide && !classic)
             while (end < to && !(p->unset && waits_for(p, t->block_min[end], t->block_max[end]))) end++;
         const int64_t added = end > from ? forward_blocks(p, w, c->b, from, end) : from;
         if (added == from) { /* a lane gets its m from the first block in which it sees something */
-            if (end == from) end = p->wide || careful ? to : from + 1;
+            if (end == from) end = p->wide || classic ? to : from + 1;
             forward_classic(p, w, c, batch, head, from, end, careful);
         }
         from = end;
@@ -363,15 +367,16 @@ NOINLINE int forward_tile(panel *p, forward_room *w, const call *c, const task *
     int full;
     seen_blocks(t, &p->q, &from, &to, &full);
     if (from == to) return 0;
-    const int careful = t->wild_v && !full;
+    const int careful = t->wild_v && !full, classic = careful || p->steep;
+    p->steep = MAX(0, p->steep - 1);
     share_out(&w->keys.ahead, (to - from) * SHARES);
-    const int64_t lead = p->unset && !p->wide && !careful ? leading_block(t, &p->q, from, to, c->from_last) : from;
+    const int64_t lead = p->unset && !p->wide && !classic ? leading_block(t, &p->q, from, to, c->from_last) : from;
     if (lead > from) { /* all lanes get their m at once, so that nobody waits */
         forward_classic(p, w, c, batch, head, lead, lead + 1, 0);
-        forward_range(p, w, c, batch, head, from, lead, 0);
-        forward_range(p, w, c, batch, head, lead + 1, to, 0);
+        forward_range(p, w, c, batch, head, from, lead, 0, 0);
+        forward_range(p, w, c, batch, head, lead + 1, to, 0, 0);
     } else {
-        forward_range(p, w, c, batch, head, from, to, careful);
+        forward_range(p, w, c, batch, head, from, to, classic, careful);
     }
     return (int)((to * KR - 1) / BURST_KEYS_BACKWARD - from * KR / BURST_KEYS_BACKWARD + 1);
 }

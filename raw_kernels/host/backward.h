@@ -211,7 +211,7 @@ NOINLINE int backward_tile(gradient_panel *p, backward_room *w, const call *c, c
         } else if (!capped && !alibi) {
             weigh_again_cut(k, t->leaf, b->d, p, weights, pos, edge.spans[block - from], wish(&w->keys.soon, slots, slots_v + more));
         } else {
-            score_any(t, block, &p->q, p->query, b->d, &w->how, weights, capped ? ds : NULL);
+            score_any(t, block, &p->q, p->query, b->d, &w->how, weights, capped ? ds : NULL, NULL);
             weights_of(weights, p, weights);
             if (cut) hide_block(weights, &p->q, pos, KR); /* a lane whose lse is NaN must not reach keys that it does not see */
         }

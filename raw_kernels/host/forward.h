@@ -118,9 +118,9 @@ NOINLINE void weigh_cut(const REAL *k, int64_t leaf, const REAL *query, int64_t 
 
 /* Scores of a block into memory, bent and masked. */
 NOINLINE void score_any(const key_tile *t, int64_t block, const lanes *q, const REAL *query, int64_t d, const bend *how,
-                        REAL *s, REAL *slopes)
+                        REAL *s, REAL *slopes, const char *const *soon)
 {
-    score_only(t->k + block * KR * KR, t->leaf, query, d, s, NULL);
+    score_only(t->k + block * KR * KR, t->leaf, query, d, s, soon);
     const int cut = block_sight(t, q, block) != FULL;
     if (cut || how->softcap != 0 || how->alibi)
         bend_block(s, slopes, q, how, t->pos + block * KR, (int)MIN(KR, t->live - block * KR), cut);
@@ -130,21 +130,24 @@ NOINLINE void weigh_stored(REAL *p, int64_t keys, const panel *state, vec *sum)
 {
     for (int j = 0; j < VR; j++) {
         const vec m = load(state->ref + j * LANES), low = load(state->low + j * LANES);
+        vec total = sum[j];
         for (int64_t i = 0; i < keys; i++) {
             const vec weight = exp2_vec(fused(load(p + i * NR + j * LANES), LOG2E, m) - low);
             store(p + i * NR + j * LANES, weight);
-            sum[j] += weight;
+            total += weight;
         }
+        sum[j] = total;
     }
 }
 
 /* The classic way: scores to memory, their maximum, all that was summed so far to the new maximum, then P. */
-NOINLINE void tile_with_maximum(panel *p, forward_room *w, int64_t from, int64_t to, int64_t d, int64_t dv, vec *sum)
+NOINLINE void tile_with_maximum(panel *p, forward_room *w, int64_t from, int64_t to, int64_t d, int64_t dv, vec *sum, int64_t slots_behind)
 {
-    const int64_t keys = (to - from) * KR;
+    const int64_t keys = (to - from) * KR, slots = d / ASK;
     for (int64_t block = from; block < to; block++)
-        score_any(&w->keys.tile, block, &p->q, p->query, d, &w->how, w->p + (block - from) * KR * NR, NULL);
-    raise_maximum(p, w->p, keys, dv, 0);
+        score_any(&w->keys.tile, block, &p->q, p->query, d, &w->how, w->p + (block - from) * KR * NR, NULL,
+                  wish(&w->keys.soon, slots, (to - block - 1) * slots + slots_behind));
+    raise_maximum(p, w->p, keys, 1, dv, 0);
     UNROLL for (int j = 0; j < VR; j++) sum[j] = zero();
     weigh_stored(w->p, keys, p, sum);
 }
@@ -165,8 +168,9 @@ NOINLINE int forward_tile(panel *p, forward_room *w, const call *c, const task *
     if (!full) find_edges(&edge, t, &p->q, from, to, 0);
     vec sum[VR];
     UNROLL for (int j = 0; j < VR; j++) sum[j] = (vec){0};
-    if (p->wide) {
-        tile_with_maximum(p, w, from, to, b->d, b->dim_v, sum);
+    if (p->wide || p->steep) {
+        p->steep = MAX(0, p->steep - 1);
+        tile_with_maximum(p, w, from, to, b->d, b->dim_v, sum, slots_behind);
     } else {
         const int64_t lead = p->unset ? leading_block(t, &p->q, from, to, alibi) : from;
         int strange = 0;
@@ -188,12 +192,12 @@ NOINLINE int forward_tile(panel *p, forward_room *w, const call *c, const task *
                 weigh_cut(k, t->leaf, p->query, b->d, p->ref, weights, sum, &p->q, pos, edge.spans[block - from],
                           wish(&w->keys.soon, slots, rest));
             } else {
-                score_any(t, block, &p->q, p->query, b->d, &w->how, weights, NULL);
-                if (waits) raise_maximum(p, weights, KR, b->dim_v, 1);
+                score_any(t, block, &p->q, p->query, b->d, &w->how, weights, NULL, wish(&w->keys.soon, slots, rest));
+                if (waits) raise_maximum(p, weights, KR, 1, b->dim_v, 1);
                 weigh_stored(weights, KR, p, sum);
             }
         }
-        if (p->wide || strange || too_high(sum, t->limit)) tile_with_maximum(p, w, from, to, b->d, b->dim_v, sum);
+        if (p->wide || strange || too_high(sum, t->limit)) tile_with_maximum(p, w, from, to, b->d, b->dim_v, sum, slots_behind);
     }
     UNROLL for (int j = 0; j < VR; j++) store(p->l + j * LANES, load(p->l + j * LANES) + sum[j]);
     const REAL *values = t->v + from * KR * KR;

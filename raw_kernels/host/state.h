@@ -19,6 +19,7 @@ typedef struct {
     int count;      /* rows */
     int unset;      /* some lane has no m yet */
     int wide;       /* some lane's low is not 0 */
+    int steep;      /* tiles that are still done the classic way at once: one of the last outgrew m by far */
 } panel;
 
 /* Beyond this, half a rounding of ref is no longer small beside 1, and 2^(s log2(e) - ref) of the largest score might be
@@ -84,7 +85,7 @@ NOINLINE void open_state(panel *p, const call *c, int64_t batch, int64_t head, i
     p->count = (int)MIN(NR, b->rows_q - p->row);
     set_lanes(&p->q, b, head, p->row, p->count);
     memset(p->out, 0, OUT_ROWS(b->dim_v) * NR * sizeof(REAL));
-    p->unset = p->wide = 0;
+    p->unset = p->wide = p->steep = 0;
     if (b->first) { /* nothing yet; lanes without a row have m = 0, l = 1 */
         for (int i = 0; i < NR; i++) {
             p->top[i] = i < p->count ? (REAL)-INFINITY : 0;
@@ -155,15 +156,25 @@ NOINLINE void close_panel(panel *p, const call *c, int64_t batch, int64_t head, 
     }
 }
 
-/* Scores s [keys, NR] are there: take their maximum, and bring all that was summed so far to it.  Where `settled`, lanes that
+/* A tile that outgrows its m is done twice.  Behind one such, where scores are far apart, more come: the next ones start with their maximum,
+ * which costs a tenth, until STEEP_TILES of them would not have needed it. */
+#ifndef STEEP_TILES
+#define STEEP_TILES 2
+#endif
+#define STEEP_FADE ((REAL)0x1p-36) /* of what was summed before: about 1 / LIMIT, as a tile's sum has many weights */
+
+/* Scores s [keys, NR] times factor are there: take their maximum, and bring all that was summed so far to it.  Where `settled`, lanes that
  * have an m keep it. */
-NOINLINE void raise_maximum(panel *p, const REAL *s, int64_t keys, int64_t dv, int settled)
+NOINLINE void raise_maximum(panel *p, const REAL *s, int64_t keys, REAL factor, int64_t dv, int settled)
 {
     p->unset = p->wide = 0;
     for (int j = 0; j < VR; j++) {
         const vec old = load(p->top + j * LANES);
-        vec top = old;
-        for (int64_t i = 0; i < keys; i++) top = larger(load(s + i * NR + j * LANES), top);
+        vec tops[4]; /* keys come in blocks of KR */
+        UNROLL for (int k = 0; k < 4; k++) tops[k] = splat((REAL)-INFINITY);
+        for (int64_t i = 0; i < keys; i += 4)
+            UNROLL for (int k = 0; k < 4; k++) tops[k] = larger(load(s + (i + k) * NR + j * LANES), tops[k]);
+        vec top = larger(larger(larger(tops[0], tops[1]), larger(tops[2], tops[3])) * factor, old);
         const ivec nothing = old == (REAL)-INFINITY;
         if (settled) top = pick(nothing, top, old);
         const ivec none = top == (REAL)-INFINITY;
@@ -178,6 +189,7 @@ NOINLINE void raise_maximum(panel *p, const REAL *s, int64_t keys, int64_t dv, i
         store(p->ref + j * LANES, pick(top == old, old_ref, ref));
         store(p->low + j * LANES, pick(top == old, old_low, low));
         p->wide |= any(far);
+        if (any(fade < STEEP_FADE)) p->steep = STEEP_TILES;
         store(p->l + j * LANES, load(p->l + j * LANES) * fade);
         if (ROUNDED_SUMS) store(p->divisor + j * LANES, load(p->divisor + j * LANES) * fade);
         if (any(fade != 1)) for (int64_t c = 0; c < dv; c++) {
