@@ -6,9 +6,11 @@ import itertools
 import os
 import platform
 import re
+import signal
 import stat
 import subprocess
 import sys
+import time
 import warnings
 from pathlib import Path
 
@@ -409,6 +411,35 @@ def test_the_first_rank_of_a_node_warns_for_all(cache, monkeypatch, environ):
     monkeypatch.setenv("SLURM_LOCALID", "0" if name == "SLURM_LOCALID" else "5")  # of a step in which mpirun starts ranks of its own
     with pytest.warns(RuntimeWarning, match="NumPy serves"):
         assert backends.choose("auto").name == "numpy"
+
+
+@needs_compiler
+def test_a_compiler_may_write_what_it_likes(cache, source, tmp_path, monkeypatch):
+    """Bytes that are no UTF-8, as in another language."""
+    good = compile.compiler()[0]
+    monkeypatch.setenv("CC", script(tmp_path / "cc", f"#!/bin/sh\nprintf '\\377 warnung\\n' >&2; exec {good} \"$@\"\n"))
+    assert compile.load("x", source, ["-shared", "-fPIC"]).answer() == 42
+    source.write_text("no C")
+    with pytest.raises(compile.CompilerError, match="warnung"):
+        compile.load("x", source, ["-shared", "-fPIC"])
+
+
+@needs_compiler
+@pytest.mark.skipif(compile.fcntl is None or not hasattr(os, "fork"), reason="no locks, or no fork")
+def test_a_forked_process_keeps_no_lock(cache):
+    """Another thread may fork while this one compiles, and what it forks may live for ever."""
+    cache.mkdir()
+    with compile._alone(cache / "x.so"):
+        child = os.fork()
+        if not child:
+            time.sleep(60)
+            os._exit(0)
+    try:
+        with open(cache / "x.lock", "wb") as file:
+            compile.fcntl.flock(file, compile.fcntl.LOCK_EX | compile.fcntl.LOCK_NB)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 @needs_compiler

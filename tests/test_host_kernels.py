@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from burstmpi.backends import base, host
+from burstmpi.backends import base, host, reference
 from burstmpi.backends.base import Tally
 from burstmpi.backends.host import ISAS, HostBackend, missing
 from burstmpi.layout import place
@@ -446,15 +446,65 @@ def test_numbers_that_cannot_be_split(step):
     at = np.zeros(9, np.int32)
     work = base.Work(Sight(at, at, at, at), Rules().scores(8), np.zeros(0, np.uint8))
 
-    def tame(*some, rest=1.0):
-        q, k, v = (np.full((1, 9, 2, 16), rest, np.float32)[..., ::step] for _ in range(3))
-        v[0, 5, 1, : len(some)] = some
-        return library.tame(backend._block(q, k, v, np.zeros((1, 2, 9), np.float32), work))
+    def tame(*some, rest=1.0, of=2, work=work):
+        arrays = [np.full((1, 9, 2, 16), rest, np.float32)[..., ::step] for _ in range(3)]
+        arrays[of][0, 5, 1, : len(some)] = some
+        return library.tame(backend._block(*arrays, np.zeros((1, 2, 9), np.float32), work))
 
     assert tame() and tame(0.0, -0.0, 1e-40, 2.0**-102, -(2.0**70)) and tame(rest=0.0)
     for some in (np.inf, -np.nan, 2.0**71, -(2.0**-103), 2.0**-126):
         assert not tame(0.5, some), some
     assert not tame(rest=2.0**-61)
+    tiny = base.Work(work.sight, Rules(scale=2.0**-90).scores(8), work.scratch)  # Q is split with its factor
+    assert not tame(work=tiny) and not tame(2.0**-20, of=0, rest=2.0**40, work=tiny) and tame(rest=2.0**40, work=tiny)
+
+
+@pytest.mark.parametrize("small, want", [((), 1), ((1e-19,), 1), ((1e-35,), 2.0**20), ((0.0,), 1)], ids=str)
+@pytest.mark.parametrize("size", [1.0, 2.0**-20, 2.0**-80])
+def test_gradients_that_cannot_be_split_are_brought_into_range(size, small, want):
+    """So that backward rounds scores by the same kernel as forward."""
+    backend = HostBackend("portable")
+    x, dout = np.ones((1, 9, 2, 16), np.float32), np.full((1, 9, 2, 16), size, np.float32)
+    dout[0, 3, 1, : len(small)] = small
+    at = np.zeros(9, np.int32)
+    block = backend._block(x, x, x, np.zeros((1, 2, 9), np.float32), base.Work(Sight(at, at, at, at), Rules().scores(16), np.zeros(0, np.uint8)))
+    tame = backend._of(np.dtype(np.float32), False)[0].tame
+    block.dout = host._array(dout)
+    assert tame(block) and block.dout_factor == {1.0: 1, 2.0**-20: want, 2.0**-80: 2.0**80 if not small or small[0] < 2.0**-80 else 2.0**64}[size]
+    for strange in (np.inf, np.nan, 2.0**71):
+        dout[0, 8, 0, 3] = strange
+        assert not tame(block)
+
+
+@pytest.mark.parametrize("gain", [8, 200])
+@pytest.mark.parametrize("spoil", ["small", "one tiny number", "a tiny row"])
+def test_small_gradients_by_pieces(spoil, gain):
+    """Backward finds forward's weights again whatever dout is."""
+    backend = kit.backend_of("amx")
+    q, k, v, dout = kit.arrays(np.random.default_rng(0), 1, 130, 300, 1, 1, 64, 64, "float32", gain)
+    if spoil == "small":
+        dout *= np.float32(1e-19)
+    dout[0, 3, 0, :1] *= np.float32(1e-35 if spoil == "one tiny number" else 1)
+    dout[0, 7] *= np.float32(1e-33 if spoil == "a tiny row" else 1)
+    run(backend, dout, q, k, v, "float32")
+
+
+def test_a_tiny_factor_by_pieces():
+    """Pieces of Q, which carries it, would be subnormal."""
+    backend = kit.backend_of("amx")
+    q, k, v, dout = kit.arrays(np.random.default_rng(0), 1, 130, 300, 1, 1, 64, 64, "float32", 1e-6)
+    run(backend, dout, q, k, v, "float32", softcap=1e30)
+
+
+def test_out_stays_over_many_hops(backend):
+    """Rows that have seen all they see stay as they are, whatever comes by: keys out of sight, or far below."""
+    q, k, v, _ = kit.arrays(np.random.default_rng(1), 1, 100, 330, 1, 1, 16, 16, "float32")
+    q[..., 0], k[:, 100:, :, 0] = 1, -400  # e^-100
+    for options in ({"documents": ((0, 100, 100), (0, 100, 330))}, {}):
+        whole, _ = kit.forward(backend, q, k, v, **options)
+        hops, _ = kit.forward(backend, q, k, v, cuts=range(101, 330), **options)
+        true, _ = reference.forward(q, k, v, **options)
+        assert kit.rms(hops - true) <= 2 * kit.rms(whole - true) + np.finfo(np.float32).eps * kit.rms(true)
 
 
 @pytest.mark.parametrize(

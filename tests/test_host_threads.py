@@ -412,7 +412,60 @@ def test_scratch_is_enough_for_fewer_rows(isa, heads, threads, backward):
         assert sizes == sorted(sizes)
 
 
+def test_scratch_is_enough_for_a_forked_process(isa):
+    """It has one thread, and forward's groups are larger then."""
+    many, one = HostBackend(isa, threads=2), HostBackend(isa, threads=1)
+    for dtype, heads, d, rows in (("float32", 1, 32, 1776), ("bfloat16", 2, 40, 1584), ("float64", 1, 16, 1000)):
+        dims = base.Dims(1, heads, heads, d, d, np.dtype(kit.DTYPES[dtype]), np.dtype("float64" if dtype == "float64" else "float32"))
+        sizes = lambda backend: [backend.scratch_bytes(dims, Scores(0.1), n, n, False) for n in range(rows - 400, rows + 400, 24)]  # noqa: B023, E731
+        assert all(a >= b for a, b in zip(sizes(many), sizes(one)))
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="the system tells nothing of threads")
+def test_a_pass_over_few_rows_starts_no_threads():
+    program = (
+        "import os, sys\n"
+        f"sys.path.insert(0, {os.path.dirname(kit.__file__)!r})\n"
+        "import host_kit as kit, numpy as np\n"
+        "from burstmpi.backends.host import HostBackend\n"
+        "q = kit.arrays(np.random.default_rng(2), 1, 8, 8, 1, 1, 16, 16, 'bfloat16')[0]\n"
+        "backend = HostBackend(threads=500)\n"
+        "backend.prepare(q.dtype, True)\n"
+        "before = len(os.listdir('/proc/self/task'))\n"
+        "backend.delta(q, q, np.zeros((1, 1, 8), np.float32))\n"
+        "backend.copy(q, q.astype(np.float32))\n"
+        "assert len(os.listdir('/proc/self/task')) == before\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+@pytest.mark.parametrize("isa, dtype", [("amx", "bfloat16"), ("avx512", "float32")])
+def test_progress_may_compute(isa, dtype, monkeypatch):
+    """So may a signal's handler or a finalizer that comes meanwhile; on AMX it takes the thread's tile registers."""
+    monkeypatch.setattr(host, "PROGRESS", 0)
+    backend = kit.backend_of(isa)
+    q, k, v, dout = kit.arrays(np.random.default_rng(2), 1, 300, 700, 1, 1, 32, 32, dtype)
+    calls = []
+
+    def progress():
+        calls.append(None)
+        if len(calls) % 3 == 2:
+            kit.forward(backend, q[:, :40], k[:, :40], v[:, :40])
+
+    results = []
+    for how in ({}, {"progress": progress}):
+        out, lse = kit.forward(backend, q, k, v, **how)
+        results.append((out, lse, *kit.backward(backend, dout, q, k, v, out, lse, **how)))
+    assert len(calls) > 2 and all(a.tobytes() == b.tobytes() for a, b in zip(*results))
+
+
 def test_number_of_threads(monkeypatch):
+    for told, want in (("100000", 1024), ("2147483648", 1024), (" 7 ", 7)):
+        monkeypatch.setenv("OMP_NUM_THREADS", told)
+        assert host.threads_here() == want
+    for told in ("", "0", "many", "-3", "\u00b2", "9" * 30):
+        monkeypatch.setenv("OMP_NUM_THREADS", told)
+        assert 1 <= host.threads_here() <= (os.cpu_count() or 1)
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert host.threads_here() == 3 == HostBackend().threads
     monkeypatch.setenv("OMP_NUM_THREADS", "5,2")

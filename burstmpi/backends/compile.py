@@ -221,19 +221,16 @@ def _sound(handle: int) -> bool:
 def _alone(path: Path):
     """Let one process of this node at a time in, or all where no file can be locked, which is only slower."""
     with ExitStack() as files:
-        if not _locked(files.enter_context(_lock_file(path.with_suffix(".lock")))):
+        if not _locked(files, path.with_suffix(".lock")):
             with suppress(OSError):  # a folder of all users: another one may have made that file, or a link
                 name = f"burstmpi-{path.parent.stat().st_uid}-{path.stem}.lock"
-                _locked(files.enter_context(_lock_file(Path(tempfile.gettempdir(), name))))
+                _locked(files, Path(tempfile.gettempdir(), name))
         yield
 
 
-def _lock_file(path: Path):
-    return open(os.open(path, os.O_RDWR | os.O_CREAT | NOFOLLOW, 0o600), "wb")
-
-
-def _locked(file) -> bool:
-    """Wait for the lock of an open file, which its closing gives up; False where there are no locks or it is not this user's own."""
+def _locked(files: ExitStack, path: Path) -> bool:
+    """Wait for the lock of a file, until ``files`` are closed; False where there are no locks or it is not this user's own."""
+    file = files.enter_context(open(os.open(path, os.O_RDWR | os.O_CREAT | NOFOLLOW, 0o600), "wb"))
     state = os.fstat(file.fileno())
     if fcntl is None or not stat.S_ISREG(state.st_mode) or _foreign(state):
         return False
@@ -241,6 +238,7 @@ def _locked(file) -> bool:
         fcntl.flock(file, fcntl.LOCK_EX)
     except OSError:
         return False
+    files.callback(fcntl.flock, file, fcntl.LOCK_UN)  # closing alone would leave it with a process that was forked meanwhile
     return True
 
 
@@ -250,7 +248,7 @@ def _build(command, flags, main: Path, path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".build-") as work:
         target = Path(work) / path.name
         try:
-            done = subprocess.run([*words, "-o", str(target), "-lm"], capture_output=True, text=True, timeout=600, stdin=subprocess.DEVNULL)
+            done = subprocess.run([*words, "-o", str(target), "-lm"], capture_output=True, text=True, errors="replace", timeout=600, stdin=subprocess.DEVNULL)
         except subprocess.TimeoutExpired:
             raise BuildError(f"{command[0]}: does not compile {main.name} in 600 s; {advice}") from None
         except OSError as error:

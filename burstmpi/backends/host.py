@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ..checks import whole
 from ..rules import Scores
 from . import compile
 from .base import Dims, Work, no_progress
@@ -25,11 +26,12 @@ from .numpy import NumpyBackend
 
 __all__ = ["BuildError", "HostBackend", "ISAS", "available", "first_here", "missing", "threads_here"]
 
-ABI = 5
+ABI = 6
 TYPES = {"float64": 0, "float32": 1, "float16": 2, "bfloat16": 3}
 PROGRESS = 250_000  # ns between two calls of a caller's progress: MPI needs one every 0.2 ms or so
 IDLE = 20_000_000  # ns, where nobody waits for it and only signals are to be seen
 GO_ON, STOP, CALM = range(3)  # what progress tells the kernels, see abi.h
+MOST_THREADS = 1024  # of a rank, whatever it is told: each has scratch of its own
 LONG_ROW = 2048  # keys that a query must see of a block for float32 to go by pieces, unless BURSTMPI_ISA=amx says so
 
 # -ffp-contract: products become FMA wherever there is one.  No -ffast-math: infinities and NaN mean something here.
@@ -160,36 +162,34 @@ def threads_here() -> int:
 
     Cores are those of the job where Slurm tells them, and no more than a container's quota pays for.
     """
-    told = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
-    if told.isdigit() and int(told) > 0:
-        return int(told)
-    whole, mine = os.cpu_count() or 1, os.environ.get("SLURM_CPUS_ON_NODE", "")
-    whole = min(whole, int(mine)) if mine.isdigit() and int(mine) else whole
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else whole
+    if told := whole(os.environ.get("OMP_NUM_THREADS", "").split(",")[0]):
+        return min(told, MOST_THREADS)
+    node, mine = os.cpu_count() or 1, whole(os.environ.get("SLURM_CPUS_ON_NODE"))
+    node = min(node, mine or node)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else node
     ranks = _ranks_here()
-    cores = cores if cores < whole else whole // ranks
+    cores = cores if cores < node else node // ranks
     return max(1, int(min(cores, _quota() / ranks)))
 
 
 def _ranks_here() -> int:
     """Ranks of this node, as the launcher tells: Open MPI, MPICH's and Intel's Hydra, MVAPICH, srun; 1 where none does."""
     for name in ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE"):
-        told = os.environ.get(name, "")
-        if told.isdigit() and int(told):
-            return int(told)
+        if told := whole(os.environ.get(name)):
+            return told
     counts = []  # "2(x3),1": two tasks on each of three nodes, then one
     for part in os.environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
         if found := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part):
             counts += [int(found[1])] * int(found[2] or 1)
-    node = os.environ.get("SLURM_NODEID", "0")
-    return max(1, counts[int(node)]) if node.isdigit() and int(node) < len(counts) else 1
+    node = whole(os.environ.get("SLURM_NODEID", "0"))
+    return max(1, counts[node]) if node is not None and node < len(counts) else 1
 
 
 def first_here() -> bool:
     """Tell whether this rank is the first of its node, by the launchers of ``_ranks_here``; True where none does."""
     names = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "MV2_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
-    told = [number for name in names if (number := os.environ.get(name, "")).isdigit()]
-    return not told or int(told[0]) == 0
+    told = [number for name in names if (number := whole(os.environ.get(name))) is not None]
+    return not told or told[0] == 0
 
 
 def _quota(root=Path("/sys/fs/cgroup"), of=Path("/proc/self/cgroup")) -> float:
@@ -243,6 +243,7 @@ class _Block(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("at", "lo", "hi", "pos", "slopes")),
         ("scale", ctypes.c_double),
         ("softcap", ctypes.c_double),
+        ("dout_factor", ctypes.c_double),
         *((name, ctypes.c_int64) for name in _COUNTS),
         ("scratch", ctypes.c_void_p),
         ("scratch_bytes", ctypes.c_int64),
@@ -402,9 +403,13 @@ class HostBackend(NumpyBackend):
 
     def scratch_bytes(self, dims: Dims, scores: Scores, rows_q: int, rows_k: int, backward: bool) -> int:
         """What the kernels cut their tiles from, all threads together: told by the code that cuts it."""
-        block = _Block(threads=self.threads, rows_q=rows_q, rows_k=rows_k)
+        block = _Block(rows_q=rows_q, rows_k=rows_k)
         _sizes(block, dims)
-        return max(library.scratch_bytes(block, backward) for library in self._of(dims.dtype, backward))
+        most = 0
+        for threads in {self.threads, 1}:  # one in a forked process, which has larger groups then
+            block.threads = threads
+            most = max(most, *(library.scratch_bytes(block, backward) for library in self._of(dims.dtype, backward)))
+        return most
 
     def tile_count(self, dims: Dims, positions_q, positions_k) -> int:
         """Pairs of a panel of queries and a tile of keys, over batch and heads."""
@@ -468,7 +473,7 @@ class HostBackend(NumpyBackend):
 
     def _block(self, q, k, v, lse, work: Work) -> _Block:
         sight, scores = work.sight, work.scores
-        block = _Block(threads=_Team.of(self.threads), rows_q=q.shape[1], rows_k=k.shape[1], scale=scores.scale)
+        block = _Block(threads=_Team.of(self.threads), rows_q=q.shape[1], rows_k=k.shape[1], scale=scores.scale, dout_factor=1.0)
         _sizes(block, Dims(q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.dtype, lse.dtype))
         block.q, block.k, block.v, block.lse = _array(q), _array(k), _array(v), _vector(lse)
         keep = block.keep = []  # arrays must outlive the call

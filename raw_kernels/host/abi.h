@@ -8,7 +8,7 @@
 
 #include <stdint.h>
 
-#define BURST_ABI 5 /* raised with every change of the struct or of a word; Python refuses another number */
+#define BURST_ABI 6 /* raised with every change of the struct or of a word; Python refuses another number */
 
 enum burst_type { BURST_F64 = 0, BURST_F32 = 1, BURST_F16 = 2, BURST_BF16 = 3 };
 enum burst_word { BURST_GO_ON = 0, BURST_STOP = 1, BURST_CALM = 2 }; /* calm: go on, and no message is under way any more */
@@ -40,6 +40,7 @@ typedef struct {
     const int32_t *pos;          /* [rows_k] */
     const double *slopes;        /* [heads] or NULL: ALiBi */
     double scale, softcap;       /* softcap 0: none */
+    double dout_factor;          /* a power of 2 that float32 by pieces multiplies dout by: 1, or what burst_tame says */
     int64_t batch, rows_q, rows_k, heads, kv_heads, d, dim_v;
     int64_t type;                /* enum burst_type of q, k, v, dout, final */
     int64_t first, fresh_q, fresh_kv;

@@ -55,24 +55,6 @@ typedef struct { const uint32_t *at; int64_t ld, plane; } pairs_of;
 #ifdef BURST_DOT
 #include "dot.h"
 #else
-typedef struct {
-    uint8_t palette, start, zero[14];
-    uint16_t row_bytes[16];
-    uint8_t rows[16];
-} tile_shapes;
-
-/* The palette is known: 8 tiles of 16 rows of 64 bytes.  (CPUID's leaves 0x1D and 0x1E may read zero in a guest.) */
-INLINE void shape_tiles(void)
-{
-    tile_shapes shapes = {.palette = 1};
-    for (int i = 0; i < 8; i++) {
-        shapes.row_bytes[i] = 64;
-        shapes.rows[i] = 16;
-    }
-    _tile_loadconfig(&shapes);
-}
-INLINE void release_tiles(void) { _tile_release(); }
-
 /* C0..C3 are tiles 0..3: two tiles of rows by two of columns; A is 4, 5 and B is 6, 7. */
 #define LOAD_C(c, ld)                                        \
     _tile_loadd(0, (c), (ld)*4);                             \

@@ -275,7 +275,7 @@ NOINLINE void open_gradient_panel(gradient_panel *p, backward_room *w, const cal
     bf16 *rows = (bf16 *)w->rows;
     open_gradient(p, c, batch, head, index);
     p->wild = load_factor(&b->q, batch, head, p->row, p->count, b->d, QUERY_FACTOR(b), rows, w->ld, p->query, p->query_rows);
-    p->wild |= load_factor(&b->dout, batch, head, p->row, p->count, b->dim_v, 1, rows, w->ld, p->dout, p->dout_rows);
+    p->wild |= load_factor(&b->dout, batch, head, p->row, p->count, b->dim_v, (float)b->dout_factor, rows, w->ld, p->dout, p->dout_rows);
 }
 
 INLINE void clear_tile_sums(backward_room *w, const call *c)
@@ -292,11 +292,11 @@ INLINE void settle_tile_sums(backward_room *w, const call *c, const task *k, tur
     const burst_block *b = c->b;
     const burst_array *final_dk = final_of(&b->final_dk, mine), *final_dv = final_of(&b->final_dv, mine);
     const int type = (int)b->type, fresh = is_fresh(b, mine);
-    const float scale_k = (float)b->scale / QUERY_FACTOR(b); /* Q brings the rest */
+    const float scale_v = (float)(1 / b->dout_factor), scale_k = (float)(b->scale / QUERY_FACTOR(b) / b->dout_factor); /* Q brings the rest */
     for (int64_t i = 0; i < w->keys.tile.at.live; i++) {
         const int64_t row = w->keys.tile.at.first + i;
         settle_row(&b->dk, final_dk, type, k->batch, row, k->kv_head, 0, b->d, w->dk + i * w->depth, scale_k, fresh);
-        settle_row(&b->dv, final_dv, type, k->batch, row, k->kv_head, 0, b->dim_v, w->dv + i * w->width, 1, fresh);
+        settle_row(&b->dv, final_dv, type, k->batch, row, k->kv_head, 0, b->dim_v, w->dv + i * w->width, scale_v, fresh);
     }
 }
 

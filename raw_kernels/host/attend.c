@@ -71,6 +71,13 @@ INLINE const REAL *as_real(const char *src, int64_t step, int64_t n, REAL *room,
     return room;
 }
 
+/* Threads for a pass over batch x rows_q rows of that many numbers: all, or one, as starting them takes some time.  (Other numbers in between
+ * would make OpenMP end threads, and start them anew for the next kernel.) */
+INLINE int team_for(const burst_block *b, int64_t numbers)
+{
+    return b->batch * b->rows_q * numbers < 1 << 16 ? 1 : (int)MAX(1, b->threads);
+}
+
 /* final = out, rounded once; where heads follow each other in both, all of a row at once */
 void burst_round(burst_block *b)
 {
@@ -78,7 +85,7 @@ void burst_round(burst_block *b)
     const int dense = b->out.step[3] == real && b->final.step[3] == size && b->out.step[2] == b->dim_v * real && b->final.step[2] == b->dim_v * size;
     const int64_t heads = dense ? 1 : b->heads, n = dense ? b->heads * b->dim_v : b->dim_v;
 #ifdef _OPENMP
-#pragma omp parallel for collapse(2) num_threads((int)MAX(1, b->threads))
+#pragma omp parallel for collapse(2) num_threads(team_for(b, b->heads * b->dim_v))
 #endif
     for (int64_t batch = 0; batch < b->batch; batch++)
         for (int64_t row = 0; row < b->rows_q; row++)
@@ -136,7 +143,7 @@ NOINLINE void delta_of_row(burst_block *b, int64_t batch, int64_t row)
 void burst_delta(burst_block *b)
 {
 #ifdef _OPENMP
-#pragma omp parallel for collapse(2) num_threads((int)MAX(1, b->threads))
+#pragma omp parallel for collapse(2) num_threads(team_for(b, b->heads * b->dim_v))
 #endif
     for (int64_t batch = 0; batch < b->batch; batch++)
         for (int64_t row = 0; row < b->rows_q; row++) {
@@ -147,6 +154,11 @@ void burst_delta(burst_block *b)
 }
 #endif
 
+/* What the numbers of an array span: their largest magnitude, NaN and infinities too, and the least of those that are normal numbers, or infinity */
+typedef struct {
+    double top, least;
+} reach;
+
 INLINE void look_at_row(const char *from, int64_t step, int64_t n, word normal, word *top, word *least)
 {
     for (int64_t i = 0; i < n; i++) {
@@ -156,14 +168,19 @@ INLINE void look_at_row(const char *from, int64_t step, int64_t n, word normal, 
     }
 }
 
-/* Whether all numbers of an array are finite and neither huge nor so tiny that their last piece would be subnormal, nor the largest of them
- * small: then float32 may be split.  Zeros may be; subnormals count as such. */
-static int tame(const burst_array *x, const burst_block *b, int64_t rows, int64_t heads, int64_t n)
+static double of_magnitude(word size)
+{
+    REAL x;
+    memcpy(&x, &size, sizeof x);
+    return (double)x;
+}
+
+static reach reach_of(const burst_array *x, const burst_block *b, int64_t rows, int64_t heads, int64_t n)
 {
     const word normal = magnitude((REAL)(sizeof(REAL) == 8 ? 0x1p-1022 : 0x1p-126));
-    word top = 0, least = (word)-1; /* of magnitudes, and of what they are beyond the least normal number: less than that wraps */
+    word top = 0, least = (word)-1; /* the least is of what magnitudes are beyond the least normal number: less than that wraps */
 #ifdef _OPENMP
-#pragma omp parallel for collapse(2) reduction(max : top) reduction(min : least) num_threads((int)MAX(1, b->threads))
+#pragma omp parallel for collapse(2) reduction(max : top) reduction(min : least) num_threads(team_for(b, heads * n))
 #endif
     for (int64_t batch = 0; batch < b->batch; batch++)
         for (int64_t row = 0; row < rows; row++)
@@ -177,14 +194,29 @@ static int tame(const burst_array *x, const burst_block *b, int64_t rows, int64_
                 top = MAX(top, largest);
                 least = MIN(least, smallest);
             }
-    if (least < magnitude((REAL)0x1p-102) - normal) return 0;
-    return top == 0 || (top >= magnitude((REAL)0x1p-60) && top < magnitude(TALL));
+    return (reach){of_magnitude(top), least < INFINITE - normal ? of_magnitude(least + normal) : INFINITY};
 }
 
-/* Of q, k, v and, where there is one, dout; all of type REAL. */
+#define SMALL 0x1p-60       /* products of numbers that are all below this, and of their pieces, might be subnormal */
+#define LAST_PIECE 0x1p-102 /* the last piece of numbers below this would be */
+
+/* Whether numbers times factor are finite and neither huge nor so tiny that their last piece would be subnormal, nor the largest of them
+ * small: then float32 may be split.  Zeros may be; subnormals count as such. */
+INLINE int tame(reach x, double factor)
+{
+    const double top = x.top * factor;
+    return x.top == 0 || (x.top < (double)TALL && top < (double)TALL && top >= SMALL && x.least * factor >= LAST_PIECE);
+}
+
+/* Of q, k and v, all of type REAL: by these alone, as forward and backward must round scores alike.  dout is brought into range by a power of
+ * 2; only where it holds infinities, NaN or huge numbers backward goes another way. */
 int burst_tame(burst_block *b)
 {
-    return tame(&b->q, b, b->rows_q, b->heads, b->d) && tame(&b->k, b, b->rows_k, b->kv_heads, b->d) &&
-           tame(&b->v, b, b->rows_k, b->kv_heads, b->dim_v) &&
-           (!b->dout.data || tame(&b->dout, b, b->rows_q, b->heads, b->dim_v));
+    if (!tame(reach_of(&b->q, b, b->rows_q, b->heads, b->d), factor_of(b)) || !tame(reach_of(&b->k, b, b->rows_k, b->kv_heads, b->d), 1) ||
+        !tame(reach_of(&b->v, b, b->rows_k, b->kv_heads, b->dim_v), 1))
+        return 0;
+    if (!b->dout.data) return 1;
+    const reach x = reach_of(&b->dout, b, b->rows_q, b->heads, b->dim_v);
+    if (x.top > 0 && x.top < 1 && (x.top < SMALL || x.least < LAST_PIECE)) b->dout_factor = ldexp(1, -ilogb(x.top));
+    return x.top < (double)TALL;
 }

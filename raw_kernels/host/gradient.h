@@ -34,7 +34,7 @@ NOINLINE void open_gradient(gradient_panel *p, const call *c, int64_t batch, int
         const REAL lse = i < p->count ? *entry_at(&b->lse, batch, head, p->row + i) : (REAL)-INFINITY;
         p->lse[i] = lse == (REAL)-INFINITY ? (REAL)INFINITY : reference_of(lse); /* such rows: P = 2^-inf = 0 */
         p->lse_low[i] = (REAL)rest_of(lse, p->lse[i]);
-        p->delta[i] = i < p->count ? *entry_at(&b->delta, batch, head, p->row + i) : 0;
+        p->delta[i] = i < p->count ? *entry_at(&b->delta, batch, head, p->row + i) * (REAL)b->dout_factor : 0;
     }
     memset(p->dq, 0, OUT_ROWS(b->d) * NR * sizeof(REAL));
 }
@@ -69,7 +69,7 @@ NOINLINE void close_gradient(gradient_panel *p, const call *c, int64_t batch, in
     const burst_array *final = b->final_dq.data ? &b->final_dq : NULL;
     const int whole = b->fresh_q && p->count == NR;
     REAL scale[NR] __attribute__((aligned(VBYTES)));
-    for (int i = 0; i < NR; i++) scale[i] = (REAL)b->scale;
+    for (int i = 0; i < NR; i++) scale[i] = (REAL)(b->scale / b->dout_factor);
 #if defined(BURST_AMX) && !BURST_SPLIT
     if (whole && final && b->type == BURST_BF16 && final->step[3] == 2 && b->d % 32 == 0) {
         panel_to_bf16_rows(p->dq, scale, b->d, row_at(final, batch, p->row, head), final->step[1]);

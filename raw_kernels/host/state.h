@@ -130,11 +130,23 @@ INLINE REAL in_scores_unit(REAL ref, double rest)
 #endif
 }
 
+/* out /= divisor, and the inverse that is left to do */
+NOINLINE void divide_out(panel *p, int64_t dv, REAL *inverse)
+{
+    for (int j = 0; j < VR; j++) {
+        vec by = load(p->divisor + j * LANES);
+        by = pick(by == 0, splat(1), by);
+        for (int64_t c = 0; c < dv; c++) store(p->out + c * NR + j * LANES, load(p->out + c * NR + j * LANES) / by);
+        store(inverse + j * LANES, splat(1));
+    }
+}
+
 NOINLINE void close_panel(panel *p, const call *c, int64_t batch, int64_t head, REAL *rows, int64_t ld)
 {
     const burst_block *b = c->b;
     REAL inverse[NR] __attribute__((aligned(VBYTES)));
     for (int i = 0; i < NR; i++) inverse[i] = p->divisor[i] == 0 ? 1 : 1 / p->divisor[i];
+    if (!b->first) divide_out(p, b->dim_v, inverse); /* l times its rounded inverse is not 1: over many hops out would drift */
     const burst_array *to = b->final.data ? &b->final : &b->out;
     const int type = b->final.data ? (int)b->type : TYPE_OF_REAL;
     int direct = p->count == NR && is_even(to, b->dim_v, type);

@@ -313,6 +313,29 @@ INLINE unsigned get_modes(void) { return 0; }
 INLINE unsigned set_modes(unsigned modes) { return modes; }
 #endif
 
+#if defined(BURST_AMX) && !defined(BURST_DOT)
+typedef struct {
+    uint8_t palette, start, zero[14];
+    uint16_t row_bytes[16];
+    uint8_t rows[16];
+} tile_shapes;
+
+/* The palette is known: 8 tiles of 16 rows of 64 bytes.  (CPUID's leaves 0x1D and 0x1E may read zero in a guest.) */
+INLINE void shape_tiles(void)
+{
+    tile_shapes shapes = {.palette = 1};
+    for (int i = 0; i < 8; i++) {
+        shapes.row_bytes[i] = 64;
+        shapes.rows[i] = 16;
+    }
+    _tile_loadconfig(&shapes);
+}
+INLINE void release_tiles(void) { _tile_release(); }
+#else
+INLINE void shape_tiles(void) {}
+INLINE void release_tiles(void) {}
+#endif
+
 /* Between tiles.  Thread 0 is the thread that called: it alone gives MPI its progress.  A call that took less than this
  * moved no message; then the next ones come up to four times as seldom, until one does.  Once nothing is under way they
  * come 40 times as seldom, however long one took: with cold caches that is more than this. */
@@ -325,8 +348,9 @@ INLINE int carry_on(call *c, int thread)
     if (thread == 0 && c->b->progress) {
         const int64_t now = now_ns();
         if (now - c->heard >= c->pause) {
-            const unsigned modes = set_modes(c->modes); /* other people's code */
+            const unsigned modes = set_modes(c->modes); /* other people's code, which may use tile registers itself */
             const int told = c->b->progress();
+            shape_tiles();
             set_modes(modes);
             if (told == BURST_STOP) atomic_store(&c->stop, 1);
             c->heard = now_ns();

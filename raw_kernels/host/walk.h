@@ -9,11 +9,6 @@
 
 #include "gradient.h"
 
-#if !defined(BURST_AMX) || defined(BURST_DOT) /* no tile registers */
-INLINE void shape_tiles(void) {}
-INLINE void release_tiles(void) {}
-#endif
-
 /* Backward asks for lines ahead, but on AMX, where that took longer (docs/host.md) */
 #if !defined(BURST_AMX) || defined(BURST_DOT)
 #define ASKS_IN_BACKWARD 1
@@ -37,9 +32,10 @@ static int64_t forward_task(forward_room *w, call *c, int thread, task *k)
     int64_t computed = 0;
     for (int64_t i = 0; i < k->n; i++)
         if (sees_no_more(c, k, i, k->start)) {
+            k->opened[i] = 1;
+            if (!b->first && !b->final.data) continue; /* out and lse stay */
             open_panel(&w->panels[i], w, c, k->batch, k->head, k->first + i);
             close_panel(&w->panels[i], c, k->batch, k->head, w->rows, w->ld);
-            k->opened[i] = 1;
         }
     if (start < k->end) first_keys(&w->keys, c, k, start, 0);
     for (int64_t index = start, after; index < k->end; index = after) {

@@ -32,7 +32,7 @@ int main(int argc, char **argv)
     const int64_t *n = get(in, 80);
     const double *f = get(in, 16);
     burst_block b = {.batch = n[0], .heads = n[3], .kv_heads = n[4], .d = n[5], .dim_v = n[6], .threads = n[7], .type = n[8],
-                     .rows_q = n[1], .scale = f[0], .softcap = f[1], .fresh_kv = 1};
+                     .rows_q = n[1], .scale = f[0], .softcap = f[1], .dout_factor = 1, .fresh_kv = 1};
     const int64_t rows_k = n[2], cut = rows_k / 3, size = SIZE_OF_TYPE[n[8]], real = sizeof(REAL);
     b.at = get(in, n[1] * 4);
     b.lo = get(in, n[1] * 4);
