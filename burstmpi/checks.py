@@ -18,7 +18,8 @@ from .arrays import on_gpu, shares_memory
 __all__ = ["LAYOUTS", "WAYS", "KernelError", "accumulator"]
 
 LAYOUTS = ("contiguous", "zigzag", "striped")
-SOFTCAPS = 1e-18, 1e30
+SOFTCAPS, SCALES = (1e-18, 1e30), (1e-30, 1e30)  # in float32 scores and their gradients are sound there
+STEEPEST = 1e30  # an ALiBi slope
 WAYS = ("auto", "q", "kv")
 TYPES = ("float64", "float32", "float16", "bfloat16")
 IDS = "(document ids become boundaries by burstmpi.boundaries)"
@@ -43,7 +44,7 @@ def choice(name, value, known) -> str:
     """One of a few words."""
     if not isinstance(value, str) or value not in known:
         raise ValueError(f"{name}: must be one of {', '.join(map(repr, known))}, got {value!r}")
-    return value
+    return str(value)
 
 
 def positive(name, value):
@@ -61,11 +62,23 @@ def positive(name, value):
     return value
 
 
+def _between(name, value, low, high):
+    value = positive(name, value)
+    if value is not None and not low <= value <= high:
+        raise ValueError(f"{name}: must be from {low:g} to {high:g}, got {value!r}")
+    return value
+
+
 def softcap(value):
     """A cap such that scores divided by it are neither too small nor too large for float32, or None."""
-    value, (low, high) = positive("softcap", value), SOFTCAPS
-    if value is not None and not low <= value <= high:
-        raise ValueError(f"softcap: must be from {low:g} to {high:g}, got {value!r}")
+    return _between("softcap", value, *SOFTCAPS)
+
+
+def scale(value, cap):
+    """A factor that float32 holds, alone and divided by the softcap, or None."""
+    value = _between("scale", value, *SCALES)
+    if value is not None and cap is not None and not 1e-37 <= value / cap <= 1e37:
+        raise ValueError(f"scale: must be from 1e-37 to 1e37 times the softcap, got {value!r} and a softcap of {cap!r}")
     return value
 
 
@@ -87,7 +100,7 @@ def window(value):
 
 
 def slopes(value):
-    """One finite ALiBi slope a query head, as a tuple."""
+    """One ALiBi slope a query head, as a tuple."""
     if value is None:
         return None
     try:
@@ -100,6 +113,8 @@ def slopes(value):
         raise ValueError(f"alibi_slopes: must have shape (heads,), got shape {array.shape}")
     if not np.isfinite(array).all():
         raise ValueError(f"alibi_slopes: must be finite, got {array[~np.isfinite(array)][0]} among them")
+    if (np.abs(array) > STEEPEST).any():
+        raise ValueError(f"alibi_slopes: must be from {-STEEPEST:g} to {STEEPEST:g}, got {array[np.abs(array) > STEEPEST][0]:g} among them")
     return tuple(array.tolist())
 
 
@@ -228,9 +243,16 @@ def stage_bytes(value, default) -> int:
     """BURSTMPI_STAGE_BYTES: bytes of a chunk, or the default where it is not set."""
     if not value:
         return default
-    if not value.isdigit() or not 0 < int(value) < 2**31:
+    told = whole(value)
+    if not told or told >= 2**31:
         raise ValueError(f"BURSTMPI_STAGE_BYTES: must be a number of bytes below 2**31, got {value!r}")
-    return int(value)
+    return told
+
+
+def whole(text) -> int | None:
+    """The whole number that a variable of the environment holds, or None."""
+    text = (text or "").strip()
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 20 else None
 
 
 def shapes(q, k, v) -> None:
@@ -266,8 +288,8 @@ def length(value) -> int:
 
 
 def plain(value):
-    """A whole number of NumPy as Python's, so that both compare and print alike; all else as it is."""
-    return int(value) if isinstance(value, np.integer) else value
+    """A whole number or a word of NumPy as Python's, so that both compare and print alike; all else as it is."""
+    return int(value) if isinstance(value, np.integer) else str(value) if isinstance(value, np.str_) else value
 
 
 def root(value, size) -> None:
@@ -283,6 +305,8 @@ def movable(x, axis) -> None:
     plain_array("x", x)
     if x.dtype.hasobject:
         raise TypeError(f"x: arrays of Python objects cannot be sent, got dtype {x.dtype}")
+    if not x.dtype.itemsize:
+        raise TypeError(f"x: elements of no bytes cannot be sent, got dtype {x.dtype!r}")
     if isinstance(axis, (bool, np.bool_)) or not isinstance(axis, numbers.Integral) or not 0 <= axis < x.ndim:
         raise ValueError(f"axis: x has {x.ndim} axes, got axis {axis!r}")
 
@@ -298,8 +322,14 @@ def result(name, value, shape, dtype, inputs) -> None:
     array(name, value, shape, dtype, ndim=len(shape))
     if isinstance(value, np.ndarray) and not value.flags.writeable:
         raise ValueError(f"{name}: the buffer is read-only")
-    if any(stride == 0 and n > 1 for n, stride in zip(value.shape, value.strides)):
+    steps = sorted((abs(stride), n) for n, stride in zip(value.shape, value.strides) if n > 1) if value.size else []  # NumPy's of nothing mean nothing
+    if steps and steps[0][0] == 0:
         raise ValueError(f"{name}: the buffer is a broadcast view, its rows overlap")
+    extent = value.dtype.itemsize
+    for stride, n in steps:
+        if stride < extent:
+            raise ValueError(f"{name}: the buffer overlaps itself, got strides {value.strides} for shape {value.shape}")
+        extent += stride * (n - 1)
     for other_name, other in inputs:
         if shares_memory(value, other):
             raise ValueError(f"{name}: the buffer shares memory with {other_name}")

@@ -28,18 +28,29 @@ def merge(out_a, lse_a, out_b, lse_b):
 
     Returns
     -------
-    out, lse : new arrays, of the same shapes and dtypes
+    out, lse : new arrays, of the shapes and dtypes of out_a and lse_a
+
+    Raises
+    ------
+    TypeError, ValueError
+        Shapes that do not fit, or a dtype that is none of float64, float32, float16, bfloat16.
     """
     checks.array("out_a", out_a)
     checks.array("out_b", out_b, out_a.shape)
     checks.array("lse_a", lse_a, (out_a.shape[0], out_a.shape[2], out_a.shape[1]), ndim=3)
     checks.array("lse_b", lse_b, lse_a.shape, ndim=3)
+    for name, x in (("out_a", out_a), ("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b)):
+        checks.element_type(name, x.dtype)
+    with np.errstate(all="ignore"):  # a weight that underflows is 0; what it silences may be infinite
+        return _merge(out_a, lse_a, out_b, lse_b)
+
+
+def _merge(out_a, lse_a, out_b, lse_b):
     top = np.maximum(lse_a, lse_b)
     safe = np.where(np.isneginf(top), 0, top)  # -inf - -inf would be NaN
     weight_a, weight_b = np.exp(lse_a - safe), np.exp(lse_b - safe)
     total = weight_a + weight_b
-    with np.errstate(divide="ignore"):
-        lse = safe + np.log(total)
+    lse = safe + np.log(total)
     share_b = weight_b / np.where(total == 0, 1, total)
     share_a = weight_a / np.where(total == 0, 1, total)
     across = lambda x: np.swapaxes(x, 1, 2)[..., None]  # noqa: E731  (batch, heads, rows) → (batch, rows, heads, 1)

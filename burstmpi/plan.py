@@ -202,7 +202,9 @@ class Plan:
     @cached_property
     def all_tiles(self) -> dict:
         """Pairs of tiles that an unmasked call would compute here, for what travels."""
-        queries, keys = self.where_q.positions, self.where_k.positions
+        # Tiles of queries begin where positions on the keys' axis jump, which documents of other lengths move.
+        queries = self.where_q.positions if self.rules.documents is None else lambda rank: self._intervals(rank)[0]
+        keys = self.where_k.positions
         count = lambda q, k: self.backend.tile_count(self.dims, queries(q), keys(k))  # noqa: E731
         return {
             "kv": sum(count(self.rank, other) for other in range(self.size)),

@@ -80,6 +80,7 @@ class Rules:
     softcap: float | None = None
     alibi_slopes: tuple[float, ...] | None = None
     scale: float | None = None
+    _edges: object = field(init=False, default=None, repr=False, compare=False)  # of documents, as arrays
 
     def __post_init__(self):
         put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731  (frozen)
@@ -88,7 +89,8 @@ class Rules:
         put("documents", checks.documents(self.documents))
         put("softcap", checks.softcap(self.softcap))
         put("alibi_slopes", checks.slopes(self.alibi_slopes))
-        put("scale", checks.positive("scale", self.scale))
+        put("scale", checks.scale(self.scale, self.softcap))
+        put("_edges", None if self.documents is None else _pair(*(b if b is None else np.asarray(b) for b in self.documents)))
 
     def describe(self) -> dict:
         """Options as short, comparable values: ranks compare these before the first message."""
@@ -135,7 +137,7 @@ class Rules:
         if self.documents is None:
             first, end, aligned = np.zeros_like(i), np.full_like(i, length_k), i + (length_k - length_q)
         else:
-            of_queries, of_keys = (np.asarray(b) for b in _pair(self.documents))
+            of_queries, of_keys = self._edges
             doc = np.searchsorted(of_queries, i, side="right") - 1
             first, end = of_keys[doc], of_keys[doc + 1]
             aligned = i + (end - of_queries[doc + 1])
@@ -152,9 +154,8 @@ class Rules:
         return aligned, lo, np.clip(hi, lo, length_k)
 
 
-def _pair(documents):
+def _pair(of_queries, of_keys):
     """Boundaries of queries and of keys: the same ones in self-attention."""
-    of_queries, of_keys = documents
     return of_queries, (of_queries if of_keys is None else of_keys)
 
 

@@ -45,6 +45,8 @@ WRONG_ARRAYS = [
     (lambda a: {"out": frozen(np.zeros((2, 4, 4, 6), np.float32))}, ValueError, "out: the buffer is read-only"),
     (lambda a: {"out": np.lib.stride_tricks.as_strided(np.zeros(1, np.float32), (2, 4, 4, 6), (0,) * 4)}, ValueError,
      "out: the buffer is a broadcast view"),
+    (lambda a: {"out": np.lib.stride_tricks.as_strided(np.zeros(999, np.float32), (2, 4, 4, 6), (384, 64, 24, 4))}, ValueError,
+     r"out: the buffer overlaps itself, got strides \(384, 64, 24, 4\)"),
     (lambda a: overlapping(a), ValueError, "out: the buffer shares memory with q"),
 ]  # fmt: skip
 
@@ -271,6 +273,8 @@ def test_intercommunicators_are_refused(comm):
         (lambda a: a.positions(-3), ValueError, "length: must be from 0 to .*, got -3"),
         (lambda a: a.positions(2**33), ValueError, "length: must be from 0 to .*, got 8589934592"),
         (lambda a: a.gather(np.array([[None]])), TypeError, "x: arrays of Python objects cannot be sent"),
+        (lambda a: a.gather(np.zeros((2, 2), "V0")), TypeError, "x: elements of no bytes cannot be sent"),
+        (lambda a: a.gather(np.zeros((2, 2)), axis=10**5000), ValueError, "axis: |digits"),
         (lambda a: a.gather(np.zeros((1, 2)), root=99), ValueError, "root: must be a rank below .* got 99"),
         (lambda a: a.shard(np.zeros((1, 2)), root=-1), ValueError, "root: must be a rank below .* got -1"),
         (lambda a: a.shard(np.zeros((1, 2)), root=True), ValueError, "root: must be a rank below .* got True"),

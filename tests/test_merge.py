@@ -56,3 +56,18 @@ def test_shapes_must_fit():
         merge(out, lse, out[:, :1], lse)
     with pytest.raises(TypeError, match="out_a: must be a NumPy array, got list"):
         merge(out.tolist(), lse, out, lse)
+
+
+def test_what_an_empty_part_holds_makes_no_noise():
+    """Under warnings that are errors, and floating point that is told to raise."""
+    out, lse = np.ones((1, 1, 1, 2), np.float32), np.zeros((1, 1, 1), np.float32)
+    with np.errstate(all="raise"):
+        for other in (np.full_like(lse, -np.inf), lse - 1e4):
+            got = merge(out, lse, np.full_like(out, np.inf), other)
+            assert (got[0] == 1).all() and (got[1] == 0).all()
+
+
+def test_whole_numbers_are_refused():
+    out, lse = np.ones((1, 1, 1, 2)), np.zeros((1, 1, 1))
+    with pytest.raises(TypeError, match="lse_b: dtype must be one of float64, .*, got dtype..int64"):
+        merge(out, lse, out, lse.astype(np.int64))
