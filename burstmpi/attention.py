@@ -145,44 +145,46 @@ class BurstAttention:
         self._seated: set[int] = set()  # devices that ranks have compared
         self.stats = Stats()
         common, layouts, aware, stage = {}, ("zigzag", "zigzag"), (False, ""), STAGE
-        try:
-            if problem is not None:
-                raise problem
-            self._rules = Rules(causal, window, documents, softcap, alibi_slopes, scale)
-            self._backward = checks.choice("backward", backward, checks.WAYS)
-            self._asked = checks.choice("backend", backend, backends.NAMES)
-            self._deterministic = checks.flag("deterministic", deterministic)
-            if backend == "cuda":
-                self._gpu()
-            elif backend != "auto":
-                self._host = backends.choose(backend)
-            stage = checks.stage_bytes(os.environ.get("BURSTMPI_STAGE_BYTES"), STAGE)
-            aware = cuda_support(os.environ)
-            layouts = checks.layout(layout)
-            names = tuple(x if isinstance(x, str) else "explicit positions" for x in layouts)
-            common = {
-                **self._rules.describe(),
-                "layout": names,
-                "backward": backward,
-                "backend": backend,  # what "auto" finds may differ: a node with no compiler computes in NumPy
-                "deterministic": deterministic,
-                "BURSTMPI_STAGE_BYTES": stage,
-                "deadline": wait,
-            }
-        except Exception as error:
-            problem = error
+        with self._guard():  # an interruption is heard by the others
+            try:
+                if problem is not None:
+                    raise problem
+                self._rules = Rules(causal, window, documents, softcap, alibi_slopes, scale)
+                self._backward = checks.choice("backward", backward, checks.WAYS)
+                self._asked = checks.choice("backend", backend, backends.NAMES)
+                self._deterministic = checks.flag("deterministic", deterministic)
+                if backend == "cuda":
+                    self._gpu()
+                elif backend != "auto":
+                    self._host = backends.choose(backend)
+                stage = checks.stage_bytes(os.environ.get("BURSTMPI_STAGE_BYTES"), STAGE)
+                aware = cuda_support(os.environ)
+                layouts = checks.layout(layout)
+                names = tuple(x if isinstance(x, str) else "explicit positions" for x in layouts)
+                common = {
+                    **self._rules.describe(),
+                    "layout": names,
+                    "backward": self._backward,
+                    "backend": self._asked,  # what "auto" finds may differ: a node with no compiler computes in NumPy
+                    "deterministic": deterministic,
+                    "BURSTMPI_STAGE_BYTES": stage,
+                    "deadline": wait,
+                }
+            except Exception as error:
+                problem = error
         explicit = tuple(None if isinstance(x, str) else x for x in layouts)
         try:
-            with self._guard(TypeError, ValueError):
+            with self._guard():
                 private = (explicit, node_name(os.environ), aware)
                 everyone = self._ring.settle(common, private, problem)
                 self._nodes = [node for _, node, _ in everyone]
                 self._ring.order = placement.ring_order(self._nodes)
                 self._stage, self._aware = stage, _agreed_support([aware for _, _, aware in everyone])
-                self._layouts = tuple(
-                    name if mine is None else check_explicit([theirs[side] for theirs, _, _ in everyone])
-                    for side, (name, mine) in enumerate(zip(layouts, explicit))
-                )
+                with self._ring.alike():
+                    self._layouts = tuple(
+                        name if mine is None else check_explicit([theirs[side] for theirs, _, _ in everyone])
+                        for side, (name, mine) in enumerate(zip(layouts, explicit))
+                    )
         except (TypeError, ValueError):
             self.close()
             raise
@@ -316,8 +318,8 @@ class BurstAttention:
         -------
         This rank's rows, a new C-contiguous array
         """
-        common = {"call": "shard", "side": side, "axis": checks.plain(axis), "root": checks.plain(root)}
-        with self._start("shard") as ring, self._guard(TypeError, ValueError):
+        common = {"call": "shard", "side": checks.plain(side), "axis": checks.plain(axis), "root": checks.plain(root)}
+        with self._start("shard") as ring, self._guard():
             return shard_rows(ring, lambda: self._side(side), x, axis, root, common)
 
     def gather(self, x, *, axis=1, side="queries", root=None):
@@ -329,8 +331,8 @@ class BurstAttention:
         axis, side : as in ``shard``
         root : the rank that gets the array (others get None), or None: all get it
         """
-        common = {"call": "gather", "side": side, "axis": checks.plain(axis), "root": checks.plain(root)}
-        with self._start("gather") as ring, self._guard(TypeError, ValueError):
+        common = {"call": "gather", "side": checks.plain(side), "axis": checks.plain(axis), "root": checks.plain(root)}
+        with self._start("gather") as ring, self._guard():
             return gather_rows(ring, lambda: self._side(side), x, axis, root, common)
 
     def _side(self, side):
@@ -533,9 +535,15 @@ class BurstAttention:
         finally:
             self._busy.release()
 
-    def _guard(self, *shared):
-        """Watch a part of a call; exceptions of the ``shared`` types are raised by all ranks alike."""
-        return _Guard(self._ring, shared)
+    @contextmanager
+    def _guard(self):
+        """Tell the other ranks when this one leaves a part of a call by an exception that they do not raise as well (``Ring.alike``)."""
+        try:
+            yield
+        except BaseException as error:
+            if not getattr(error, "alike", False):
+                self._ring.fail(error)
+            raise
 
     def _agree(self, call, arrays, results) -> tuple[Plan, Workspace]:
         """Check this rank's arrays, ask the others, and find or make the plan; allocate and compile what is missing.
@@ -543,16 +551,17 @@ class BurstAttention:
         Arrays of a GPU come back in ``arrays`` as CuPy's; missing ``results`` are made.
         """
         given = {name: x for name, x in (arrays | results).items() if x is not None}
-        plan, ready = self._meet({"call": call}, lambda: self._check(arrays, results), call, (arrays, results))
-        space = self._space(plan.backend)
-        space.borrow([x for name, x in (arrays | results).items() if name in given and x is not given[name]])
-        if not ready:
-            self._reserve(space, plan, call, arrays, results)
+        with self._guard():
+            plan, ready = self._meet({"call": call}, lambda: self._check(arrays, results), call, (arrays, results))
+            space = self._space(plan.backend)
+            space.borrow([x for name, x in (arrays | results).items() if name in given and x is not given[name]])
+            if not ready:
+                self._reserve(space, plan, call, arrays, results)
         self._ring.transport = space.transport
         return plan, space
 
     def _meet(self, common, look, call=None, arrays=()) -> tuple[Plan, bool]:
-        """Ask the others what they say, and find or make the plan for it; collective.
+        """Ask the others what they say, and find or make the plan for it; collective, under ``_guard``.
 
         Parameters
         ----------
@@ -575,8 +584,7 @@ class BurstAttention:
         if plan is not None:
             self._plans[key] = plan  # the last one used is the last one dropped
         fits = plan is not None and (call is None or self._space(backend).fits(plan, call, *arrays))
-        with self._guard():
-            known, ready = self._ring.agreed(common, plan.number if plan else 0, fits, problem is None)
+        known, ready = self._ring.agreed(common, plan.number if plan else 0, fits, problem is None)
         if not known:
             plan = self._plan(common, dims, rows, backend, key, problem)
         return plan, known and ready
@@ -625,20 +633,20 @@ class BurstAttention:
     def _plan(self, common, dims, rows, backend, key, problem) -> Plan:
         """Make a plan together: collective; raises alike on every rank."""
         ring = self._ring
-        with self._guard(TypeError, ValueError, MemoryError):
-            seat = backend.gpu.device.pci_bus_id if hasattr(backend, "gpu") else None
-            everyone = ring.settle(common, (rows, seat), problem)
-            if seat is not None and id(backend) not in self._seated:
-                self._seated.add(id(backend))
-                shared = placement.sharing(list(zip(self._nodes, (seat for _, seat in everyone))), ring.rank)
-                if shared:
-                    warnings.warn(shared, RuntimeWarning, stacklevel=5)
+        seat = backend.gpu.device.pci_bus_id if hasattr(backend, "gpu") else None
+        everyone = ring.settle(common, (rows, seat), problem)
+        if seat is not None and id(backend) not in self._seated:
+            self._seated.add(id(backend))
+            shared = placement.sharing(list(zip(self._nodes, (seat for _, seat in everyone))), ring.rank)
+            if shared:
+                warnings.warn(shared, RuntimeWarning, stacklevel=6)
+        with ring.alike():
             where_q = placement_of(self._layouts[0], [q for (q, _), _ in everyone], "queries")
             where_k = placement_of(self._layouts[1], [k for (_, k), _ in everyone], "keys")
             self._rules.check_lengths(where_q.length, where_k.length)
-            self._planned += 1
-            with backend.on():
-                plan = Plan(self._planned, dims, self._rules, where_q, where_k, ring, backend, self._backward)
+        self._planned += 1
+        with backend.on():
+            plan = Plan(self._planned, dims, self._rules, where_q, where_k, ring, backend, self._backward)
         self._plans.pop(key, None)
         while len(self._plans) >= PLANS:
             self._plans.pop(next(iter(self._plans)))
@@ -654,8 +662,7 @@ class BurstAttention:
             space.rehearse(plan, call, arrays, results, lambda: body(Rehearsal(plan.rank), plan, space, arrays, results, Tally()))
         except Exception as error:  # whatever it is, the other ranks must hear of it
             problem = error
-        with self._guard(TypeError, ValueError, MemoryError, checks.KernelError):
-            self._ring.settle({}, None, problem)
+        self._ring.settle({}, None, problem)
 
     def workspace_bytes(self, q, k, v, dtype, *, backward=True, gpu=None) -> int:
         """Tell the bytes that this rank will hold as workspace for calls of these shapes; collective.
@@ -681,7 +688,7 @@ class BurstAttention:
             ways = [False, True] if backward else [False]
             return dims, (q[1], k[1]), self._serving(kinds.current_device() if there else None, "gpu", dims.dtype, ways)
 
-        with self._start("workspace_bytes"):
+        with self._start("workspace_bytes"), self._guard():
             plan, _ = self._meet({"call": "workspace_bytes", "backward": backward}, look)
         nbytes = max(plan.nbytes("forward"), plan.nbytes("backward") if backward else 0)
         return nbytes + (plan.backend.slack if nbytes else 0)
@@ -759,21 +766,6 @@ class _Final:
     def of(self, step) -> dict:
         """The argument of ``attend_backward``."""
         return {"final": tuple(self._results.get(name) if self._at.get(name) == step.index else None for name in ("dq", "dk", "dv"))}
-
-
-class _Guard:
-    """Tell the other ranks when this one leaves a call by an exception that they do not share."""
-
-    def __init__(self, ring, shared=()):
-        self.ring, self.shared = ring, shared
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, error, _):
-        if error is not None and not isinstance(error, self.shared):
-            self.ring.fail(error)
-        return False
 
 
 def forward(comm, q, k, v, *, out=None, lse=None, **options):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from .arrays import reason
+from .checks import whole
 
 __all__ = ["LOCAL_RANK", "device_of", "local_rank", "ring_order", "sharing", "use_gpu"]
 
@@ -36,8 +37,8 @@ def ring_order(nodes) -> tuple[int, ...] | None:
 def local_rank(environ) -> int | None:
     """This process' number on its node, as its launcher tells it; under mpirun inside Slurm mpirun's word counts."""
     for name in LOCAL_RANK:
-        if environ.get(name, "").isdigit():
-            return int(environ[name])
+        if (told := whole(environ.get(name))) is not None:
+            return told
     return None
 
 

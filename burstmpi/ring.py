@@ -21,6 +21,7 @@ import os
 import pickle
 import time
 from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,11 +35,14 @@ __all__ = ["Cargo", "DeadlineError", "Partials", "PeerError", "Rehearsal", "Ring
 CARGO, PARTIAL, HOME, ROWS, NOTICE, REPLY = range(1, 7)  # tags
 CHUNK = 1 << 30  # bytes of one message: counts of 2³¹ and more fail in some MPIs
 SIGN = 1.0  # seconds that a roll call waits for answers
+NOTICE_TEXT = 1000  # characters of an error that others are told: they receive it without a deadline, so it must leave at once
 LISTEN = 0.1  # seconds between two looks for notices of other ranks while computing
 
 # Requests that nobody waits for any more.  MPI may still read and write their memory, long after the object that
-# started them is gone, so it is never given back; only calls that break off, and roll calls, leave anything here.
+# started them is gone, and as late as in MPI_Finalize, which comes when modules have been cleared: so it is never given
+# back.  Only calls that break off, and roll calls, leave anything here.
 _orphans: list[_Pending] = []
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(_orphans))
 
 
 class DeadlineError(TimeoutError):
@@ -149,7 +153,7 @@ class Ring:
 
     def close(self) -> None:
         """Free the communicator; a broken one is left to MPI_Finalize, as its peers may never come."""
-        if self.comm is not None and self.broken is None:
+        if self.comm is not None and self.broken is None and not MPI.Is_finalized():
             self.comm.Free()
         self.comm = None
 
@@ -170,7 +174,7 @@ class Ring:
         known : every rank is fine, says the same ``common``, and holds the same token, above 0
         ready : every rank is ready
         """
-        digest = hashlib.blake2b(repr(sorted(common.items())).encode(), digest_size=7).digest()
+        digest = hashlib.blake2b(repr(sorted((name, _said(value)) for name, value in common.items())).encode(), digest_size=7).digest()
         word = int.from_bytes(digest, "little")
         low = self.reduce(np.array([fine, word, -word, token, -token, ready], np.int64), MPI.MIN)
         return bool(low[0] and low[1] == -low[2] and low[3] == -low[4] and low[3] > 0), bool(low[5])
@@ -182,22 +186,24 @@ class Ring:
         -------
         The private parts of all ranks, in the order of ranks.
         """
+        everyone = self._everyone(common, private, error)
+        with self.alike():
+            return _settled(everyone, self.size)
+
+    @staticmethod
+    @contextmanager
+    def alike():
+        """Mark what is raised here, from what all ranks know, as what all of them raise: nobody waits for this one then."""
+        try:
+            yield
+        except (TypeError, ValueError, MemoryError, checks.KernelError) as error:
+            error.alike = True
+            raise
+
+    def _everyone(self, common: dict, private, error: Exception | None) -> list:
         told = None if error is None else _as_told(error)
-        said = {name: repr(value) for name, value in common.items()}  # a value need not be picklable
-        everyone = self.exchange((told, said, private))
-        errors = {rank: told for rank, (told, _, _) in enumerate(everyone) if told is not None}
-        if errors:
-            kind, text = errors[min(errors)]
-            same = [rank for rank, told in errors.items() if told == (kind, text)]
-            raise kind(text if len(same) == self.size else f"{_ranks(same)}: {text}")
-        for name in said:
-            values: dict[str, list[int]] = {}
-            for rank, (_, theirs, _) in enumerate(everyone):
-                values.setdefault(theirs.get(name, "nothing"), []).append(rank)
-            if len(values) > 1:
-                parts = ", ".join(f"{_clip(value)} on {_ranks(ranks)}" for value, ranks in values.items())
-                raise ValueError(f"{name}: must be the same on all ranks, got {parts}")
-        return [private for _, _, private in everyone]
+        said = {name: _said(value) for name, value in common.items()}  # a value need not be picklable
+        return self.exchange((told, said, private))
 
     def meet(self, common: dict, private, error: Exception | None):
         """Begin as every call begins, with one small reduction, so that different calls are noticed; then settle."""
@@ -482,7 +488,7 @@ class Ring:
             late = isinstance(error, DeadlineError)
             text = str(error) if late else f"rank {self.rank} stopped in {self._doing}: {type(error).__name__}: {error}"
             for rank in range(self.size):
-                self._notify(rank, ("deadline" if late else "error", text))
+                self._notify(rank, ("deadline" if late else "error", _clip(text, NOTICE_TEXT)))
         for pending in self._active:
             pending.cancel()
         _orphans.extend(self._active)
@@ -514,6 +520,23 @@ class Rehearsal:
                 partials.add(partials.fresh.bytes, partials.arriving.bytes, step.guest)
 
 
+def _settled(everyone, size) -> list:
+    """The private parts of what all ranks have said, or an error: the first one's own, or what they do not say alike."""
+    errors = {rank: told for rank, (told, _, _) in enumerate(everyone) if told is not None}
+    if errors:
+        kind, text = errors[min(errors)]
+        same = [rank for rank, told in errors.items() if told == (kind, text)]
+        raise kind(text if len(same) == size else f"{_ranks(same)}: {text}")
+    for name in dict.fromkeys(name for _, said, _ in everyone for name in said):
+        values: dict[str, list[int]] = {}
+        for rank, (_, theirs, _) in enumerate(everyone):
+            values.setdefault(theirs.get(name, "nothing"), []).append(rank)
+        if len(values) > 1:
+            parts = ", ".join(f"{_clip(value)} on {_ranks(ranks)}" for value, ranks in values.items())
+            raise ValueError(f"{name}: must be the same on all ranks, got {parts}")
+    return [private for _, _, private in everyone]
+
+
 def check_launcher(comm) -> None:
     """Refuse what is no intracommunicator, and a job of many worlds of one rank each."""
     if not isinstance(comm, MPI.Comm):
@@ -541,8 +564,8 @@ def launched_tasks(environ) -> tuple[str, int]:
     not count at all: it is the allocation's, and a batch script that runs python without srun is one process.
     """
     for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"):
-        if environ.get(name, "").isdigit():
-            return name, int(environ[name])
+        if (told := checks.whole(environ.get(name))) is not None:
+            return name, told
     return "", 1
 
 
@@ -622,6 +645,14 @@ def _as_told(error):
         if type(error) is kind:
             return kind, str(error)
     return ValueError, f"{type(error).__name__}: {error}"
+
+
+def _said(value) -> str:
+    """A value for comparison and messages: on no rank may this raise."""
+    try:
+        return repr(value)
+    except Exception as error:
+        return f"{type(value).__name__} ({type(error).__name__} in its repr)"
 
 
 def _clip(text: str, width: int = 80) -> str:

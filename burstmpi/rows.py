@@ -41,7 +41,8 @@ def shard(ring, layout_of, x, axis, root, common):
     if root is None and told is not None:
         common = common | {"shape": told[0], "dtype": str(told[1]), "arrays": "on a GPU" if told[2] else "on the host"}
     shape, dtype, on_gpu = ring.meet(common, told, problem)[ring.rank if root is None else root]
-    where = place(layout, shape[axis], ring.size)
+    with ring.alike():
+        where = place(layout, shape[axis], ring.size)
     part = lambda rank: np.ascontiguousarray(np.take(x, where.positions(rank), axis=axis))  # noqa: E731
     if root is None:
         return _to_device(part(ring.rank), device)
@@ -65,7 +66,8 @@ def gather(ring, layout_of, x, axis, root, common):
     except Exception as error:  # whatever it is, the other ranks must hear of it
         problem = error
     counts = ring.meet(common | rest, rows, problem)
-    where = placement_of(layout, counts, common["side"])
+    with ring.alike():
+        where = placement_of(layout, counts, common["side"])
     whole = np.empty(_with_rows(x.shape, axis, where.length), x.dtype) if root in (None, ring.rank) else None
     row_bytes = int(np.prod(_with_rows(x.shape, axis, 1), dtype=np.int64)) * x.itemsize
     sizes = [count * row_bytes for count in counts]

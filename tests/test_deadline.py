@@ -9,6 +9,7 @@ import time
 
 import numpy as np
 import pytest
+from launching import launch, not_under_mpi
 from support import problem, shards
 
 from burstmpi import BurstAttention, DeadlineError, PeerError
@@ -197,6 +198,88 @@ def test_a_rank_without_memory_for_results(comm, monkeypatch, call):
     heard = f"PeerError: rank 0 stopped in {call}: {told[0]}"
     assert all(t == heard for t in told[1:]) if call != "shard" else set(told[1:]) <= {heard, "done"}
     attn.close()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("error", [MemoryError("no room for a plan"), KeyboardInterrupt()], ids=["memory", "Ctrl-C"])
+@pytest.mark.parametrize("where", ["plan", "look", "reserve"])
+def test_a_rank_that_stops_while_a_call_is_prepared(comm, monkeypatch, where, error):
+    """In the middle of what ranks do together before the first message: whatever it is, the others hear of it."""
+    attn = BurstAttention(comm, layout="contiguous", deadline=50)
+    q = np.zeros((1, 2, 1, 4))
+    if comm.rank == 1:
+
+        def stop(*_, **__):
+            raise error
+
+        if where == "plan":
+            monkeypatch.setattr(type(attn._rules), "intervals", stop)
+        elif where == "look":
+            monkeypatch.setattr(attn, "_check", stop)
+        else:
+            monkeypatch.setattr(attn, "_space", stop)
+    began = time.perf_counter()
+    with pytest.raises((type(error), PeerError)) as caught:
+        attn.forward(q, q, q)
+    assert time.perf_counter() - began < 20
+    alike = isinstance(error, MemoryError) and where == "look"  # heard by all before anything else
+    assert isinstance(caught.value, type(error) if comm.rank == 1 or alike else PeerError)
+    monkeypatch.undo()
+    if alike:
+        attn.forward(q, q, q)
+    else:
+        with pytest.raises(RuntimeError, match="an earlier call was broken off"):
+            attn.forward(q, q, q)
+    attn.close()
+    wait_for_all(comm)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_long_error_is_told_in_short(comm, monkeypatch):
+    """It is received without a deadline, so it must leave at once."""
+    attn = BurstAttention(comm, layout="contiguous", backward="q", deadline=50)
+    q = np.zeros((1, 2, 1, 4))
+    out, lse = attn.forward(q, q, q)
+    if comm.rank == 1:
+
+        def stumble():
+            raise ValueError("x" * 200_000)
+
+        hinder(attn, monkeypatch, "attend_backward", stumble)
+    with pytest.raises(ValueError if comm.rank == 1 else PeerError) as caught:
+        attn.backward(q, q, q, q, out, lse)
+    assert comm.rank == 1 or len(str(caught.value)) <= 1000
+    attn.close()
+    wait_for_all(comm)
+
+
+LATE = """
+import sys, time
+from mpi4py import MPI
+import numpy as np
+from burstmpi import BurstAttention, DeadlineError
+
+comm = MPI.COMM_WORLD
+x = np.ones((1, 3000, 4, 64), np.float32)
+attn = BurstAttention(comm, layout="contiguous", backend="numpy", deadline=1)
+if comm.rank == 1:
+    real = attn._backend.attend
+    attn._backend.attend = lambda *some, **more: (time.sleep(3), real(*some, **more))
+try:
+    attn.forward(x, x, x)
+except (DeadlineError, RuntimeError) as error:
+    sys.stdout.write(f"{type(error).__name__}\\n")
+{end}
+"""
+
+
+@not_under_mpi
+@pytest.mark.parametrize("end", ["attn.close()", "del attn", "MPI.Finalize(); attn.close()"])
+def test_a_job_ends_well_after_a_call_that_was_broken_off(tmp_path, end):
+    """What MPI still moves as late as in MPI_Finalize must have its memory."""
+    (tmp_path / "late.py").write_text(LATE.replace("{end}", end))
+    job = launch(3, tmp_path / "late.py")
+    assert job.returncode == 0 and "Error" in job.stdout, job.stderr
 
 
 # ---------------------------------------------------------------- launchers

@@ -177,6 +177,50 @@ def test_stats(comm):
     assert forward.tiles > 0 and forward.bytes_sent % 4 == 0
 
 
+@pytest.mark.mpi
+def test_a_rank_with_no_rows_has_buffers_too(comm):
+    """NumPy gives empty arrays strides that mean nothing."""
+    rows = 0 if comm.rank == 0 else 4
+    x = np.ones((2, rows, 3, 8), np.float32)
+    with BurstAttention(comm, layout="contiguous") as attn:
+        out, lse = np.empty_like(x), np.empty((2, 3, rows), np.float32)
+        assert attn.forward(x, x, x, out=out, lse=lse)[0] is out
+        attn.backward(x, x, x, x, out, lse, dq=np.empty_like(x), dk=np.empty_like(x), dv=np.empty_like(x))
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("backend", ["host", "numpy", "reference"])
+def test_the_callers_floating_point_errors_are_others(comm, backend):
+    """Weights that underflow are no error."""
+    x = np.full((1, 8, 1, 4), 30, np.float32) * np.arange(8, dtype=np.float32)[:, None, None]
+    with np.errstate(all="raise"), BurstAttention(comm, layout="contiguous", backend=backend, alibi_slopes=[200.0]) as attn:
+        out, lse = attn.forward(x, x, x)
+        attn.backward(x, x, x, x, out, lse)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_options_that_are_the_same_in_another_type(comm):
+    words = ("contiguous", "q", "host") if comm.rank else map(np.str_, ("contiguous", "q", "host"))
+    layout, backward, backend = words
+    with BurstAttention(comm, layout=layout, backward=backward, backend=backend) as attn:
+        x = np.zeros((1, 2, 1, 4), np.float32)
+        attn.forward(x, x, x)
+        attn.gather(x, axis=1 if comm.rank else np.int64(1), side="queries" if comm.rank else np.str_("queries"))
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("backend", ["host", "numpy", "reference"])
+def test_no_more_tiles_are_computed_than_there_are(comm, backend):
+    """Documents of other lengths move queries on the keys' axis."""
+    q, k = np.zeros((1, 64, 1, 4), np.float32), np.zeros((1, 400, 1, 4), np.float32)
+    with BurstAttention(comm, backend=backend, layout="contiguous", documents=((0, 2, 64), (0, 62, 400))) as attn:
+        q, k = attn.shard(q), attn.shard(k, side="keys")
+        out, lse = attn.forward(q, k, k)
+        assert attn.stats.tiles_skipped >= 0
+        attn.backward(out, q, k, k, out, lse)
+        assert attn.stats.tiles_skipped >= 0
+
+
 class Stream(NumpyBackend):
     """A backend that launches: its verbs run later, one after another, as those of a GPU's stream."""
 
