@@ -4,7 +4,7 @@
 # The way through this file: find Python and an MPI, make the environment, choose a launcher, build its command line, run.
 set -euo pipefail
 
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
+root=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" && pwd -P)
 oldest_python="3.10"
 test_worlds="0 1 2 3 4 7"   # 0 stands for the tests that need no MPI
 extra_worlds="8"            # only for tests that ask for so many ranks

@@ -17,7 +17,7 @@ from . import checks, placement
 from .arrays import reason
 from .backends import BuildError, HostBackend, reference
 from .backends.host import threads_here
-from .ring import MPI, cuda_support, launched_tasks, library, node_name
+from .ring import MPI, cuda_support, deadline_of, launched_tasks, library, node_name
 
 __all__ = ["Facts", "Finding", "examine", "facts", "main"]
 
@@ -81,8 +81,10 @@ def facts(comm) -> Facts:
         told.refused = reason(error)
     try:
         told.aware, told.evidence = cuda_support(os.environ)
+        checks.stage_bytes(os.environ.get("BURSTMPI_STAGE_BYTES"), 1)
+        deadline_of(None)
     except ValueError as error:
-        told.evidence = reason(error)
+        told.refused = told.refused or reason(error)
     _look_at_gpu(told)
     return told
 

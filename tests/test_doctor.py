@@ -102,12 +102,12 @@ def alone(tmp_path, **changes):
 def test_the_command_where_nearly_all_is_wrong(tmp_path):
     """Tasks of srun that do not find each other, more threads than cores, no compiler, a driver older than the toolkit."""
     code, text = alone(
-        tmp_path, SLURM_STEP_NUM_TASKS="4", OMP_NUM_THREADS="4096", CC="/no/such/compiler", BURSTMPI_CACHE=str(tmp_path / "cache")
+        tmp_path, SLURM_STEP_NUM_TASKS="4", OMP_NUM_THREADS="1000", CC="/no/such/compiler", BURSTMPI_CACHE=str(tmp_path / "cache")
     )
     assert code == 1 and text.rstrip().endswith("verdict: not well, see the problems above")
     for told, advice in (
         ("PROBLEM: the launcher started 4 tasks (SLURM_STEP_NUM_TASKS), but MPI sees a world of 1 rank", "srun --mpi=pmix with Open MPI"),
-        ("1 ranks with 4096 threads together on", "OMP_NUM_THREADS="),
+        ("1 ranks with 1000 threads together on", "OMP_NUM_THREADS="),
         ("note: no compiled host kernels: CC='/no/such/compiler': no such compiler", "install a C compiler (cc)"),
         (
             "note: no GPU: GPU: cannot be used: cudaErrorInsufficientDriver: CUDA driver version is insufficient for CUDA runtime version",
@@ -123,6 +123,12 @@ def test_the_command_where_a_variable_is_wrong(tmp_path):
     code, text = alone(tmp_path, BURSTMPI_ISA="mmx")
     assert code == 1 and text.count("mmx") == 1 and "host kernels refused" in text
     assert "PROBLEM: BURSTMPI_ISA: must be one of" in text and "got 'mmx'\n    what to do: unset it" in text and "report it" not in text
+
+
+@pytest.mark.parametrize("name, value", [("BURSTMPI_DEADLINE", "soon"), ("BURSTMPI_STAGE_BYTES", "-1"), ("BURSTMPI_CUDA_AWARE", "7")])
+def test_the_command_where_another_variable_is_wrong(tmp_path, name, value):
+    code, text = alone(tmp_path, **{name: value})
+    assert code == 1 and f"PROBLEM: {name}: must be" in text and f"got '{value}'\n    what to do: unset it" in text and "report it" not in text
 
 
 def test_threads_are_those_that_a_call_takes(monkeypatch):

@@ -199,6 +199,15 @@ esac
 """)
 
 
+@needs_environment
+def test_the_script_may_be_called_by_a_link(tmp_path):
+    """It belongs to the folder that it lies in, not to the link's."""
+    (tmp_path / "run").symlink_to(SCRIPT)
+    (tmp_path / "program.py").write_text("print('ran')\n")
+    done = subprocess.run([tmp_path / "run", "-n", "1", "program.py"], env=clean_environment(), text=True, capture_output=True, timeout=60, cwd=tmp_path)
+    assert done.returncode == 0 and "ran" in done.stdout and not (tmp_path / ".venv").exists(), done.stderr
+
+
 def fingerprint():
     text = (ROOT / "setup.cfg").read_bytes() + (ROOT / "pyproject.toml").read_bytes() + f"{ROOT}\n".encode()
     return subprocess.run(["cksum"], input=text, capture_output=True, check=True).stdout
