@@ -9,8 +9,10 @@
     python benchmarks/host.py --first             # the first call of a program, with an empty cache and with a full one
 
 Machines are shared and clocks move: the two are run in turn, again and again, and a figure is the median of the
-ratios of neighbours, never a quotient of two times from different minutes.  Times are CPU times of the process.
-With ``--isa`` PyTorch is held to that instruction set too (``PEER``).  It gets its own favourite layout, (batch, heads, rows, head_dim) contiguous; the kernels get (batch, rows, heads,
+ratios of neighbours, never a quotient of two times from different minutes; rates are the best of a run.  Times are CPU
+times of the process, but by the clock on the wall for --threads and --first.  With ``--isa avx512bf16``, ``avx512`` or
+``avx2`` PyTorch is held to that instruction set too (``PEER``), and its products on AMX are always off: they die in some
+guests.  It gets its own favourite layout, (batch, heads, rows, head_dim) contiguous; the kernels get (batch, rows, heads,
 head_dim) as the library holds it.
 """
 

@@ -6,8 +6,9 @@
 Inputs and results are the caller's and are there beforehand.  What the two calls add to this rank's resident memory at
 its highest is set beside `workspace_bytes`: beside those of its pages that were written, by the call that writes more of them, as the
 system counts them (a page that nobody writes to takes no memory); part by part for backward.  Some rows of every result are checked against dense
-float64 attention over what they see and what sees them.  The exit code is 1 where a row is wrong, where the workspace is not what was told to the byte, or where
-the memory is more than 5% or 16 MiB away from the pages that were written.
+float64 attention over what they see and what sees them.  The exit code is 1 where a row is wrong, where the workspace is
+not what was told (but for alignment: 4 KiB), or where the memory is more than 5% or 16 MiB away from the pages that were
+written.
 """
 
 import argparse

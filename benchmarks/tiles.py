@@ -89,7 +89,7 @@ def picture(results, lanes):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--isa", default=None, choices=[None, "avx512", "avx2", "portable"])
+    parser.add_argument("--isa", default=None, choices=["avx512", "avx2", "portable"])
     parser.add_argument("--rows", type=int, default=2048)
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)

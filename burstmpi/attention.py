@@ -358,10 +358,12 @@ class BurstAttention:
 
         Raises
         ------
-        TypeError, ValueError
+        TypeError, ValueError, MemoryError, KernelError
             On every rank alike, before anything is sent.
         DeadlineError, PeerError
             Another rank did not come, or stopped; this object can only be closed then.
+        RuntimeError
+            The object is closed, an earlier call was broken off, or another call of it is under way.
         """
         arrays, results = {"q": q, "k": k, "v": v}, {"out": out, "lse": lse}
         with self._start("forward") as ring:
@@ -676,7 +678,8 @@ class BurstAttention:
 
         Returns
         -------
-        Exactly what the first such call allocates and later ones reuse.  Results (out, lse, dq, dk, dv) are not
+        Exactly what is held from the first of the larger calls on, and reused: a first backward after a forward
+        allocates anew, as it needs more.  Results (out, lse, dq, dk, dv) are not
         among it: they are the caller's, new ones or given buffers.  On a GPU these are bytes of the device, and
         ``pinned_bytes`` tells those of the host beside them.
         """

@@ -5,7 +5,7 @@
  *
  *   x y ~ x2 y0 + x1 y0 + x1 y1 + x0 y1 + x0 y2 + x0 y0        (what is left out is about 2^-25 of it)
  *
- * Six products at sixteen times the speed are still 2.7 times the vector units, 2.2 times where the clock falls (docs/host.md).
+ * Six products at sixteen times the speed are still 2.7 times the vector units, 2.2 times where the clock falls (docs/host-tried.md).
  * Pieces lie in planes, one after another.
  *
  * A tile product is C[16][16] += A[16][32] B[32][16]: A is 16 rows of 32 bfloat16; B is 16 rows of 16 words, word

@@ -9,7 +9,7 @@
 
 #include "gradient.h"
 
-/* Backward asks for lines ahead, but on AMX, where that took longer (docs/host.md) */
+/* Backward asks for lines ahead, but on AMX, where that took longer (docs/host-tried.md) */
 #if !defined(BURST_AMX) || defined(BURST_DOT)
 #define ASKS_IN_BACKWARD 1
 #else
