@@ -166,7 +166,7 @@ class BurstAttention:
                     "layout": names,
                     "backward": self._backward,
                     "backend": self._asked,  # what "auto" finds may differ: a node with no compiler computes in NumPy
-                    "deterministic": deterministic,
+                    "deterministic": self._deterministic,
                     "BURSTMPI_STAGE_BYTES": stage,
                     "deadline": wait,
                 }
@@ -185,7 +185,7 @@ class BurstAttention:
                         name if mine is None else check_explicit([theirs[side] for theirs, _, _ in everyone])
                         for side, (name, mine) in enumerate(zip(layouts, explicit))
                     )
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, MemoryError, checks.KernelError):
             self.close()
             raise
 
@@ -641,7 +641,7 @@ class BurstAttention:
             self._seated.add(id(backend))
             shared = placement.sharing(list(zip(self._nodes, (seat for _, seat in everyone))), ring.rank)
             if shared:
-                warnings.warn(shared, RuntimeWarning, stacklevel=6)
+                warnings.warn(shared, RuntimeWarning, stacklevel=5)
         with ring.alike():
             where_q = placement_of(self._layouts[0], [q for (q, _), _ in everyone], "queries")
             where_k = placement_of(self._layouts[1], [k for (_, k), _ in everyone], "keys")
@@ -692,7 +692,7 @@ class BurstAttention:
             return dims, (q[1], k[1]), self._serving(kinds.current_device() if there else None, "gpu", dims.dtype, ways)
 
         with self._start("workspace_bytes"), self._guard():
-            plan, _ = self._meet({"call": "workspace_bytes", "backward": backward}, look)
+            plan, _ = self._meet({"call": "workspace_bytes", "backward": checks.plain(backward)}, look)
         nbytes = max(plan.nbytes("forward"), plan.nbytes("backward") if backward else 0)
         return nbytes + (plan.backend.slack if nbytes else 0)
 

@@ -288,8 +288,8 @@ def length(value) -> int:
 
 
 def plain(value):
-    """A whole number or a word of NumPy as Python's, so that both compare and print alike; all else as it is."""
-    return int(value) if isinstance(value, np.integer) else str(value) if isinstance(value, np.str_) else value
+    """A whole number, a word or a truth of NumPy as Python's, so that both compare and print alike; all else as it is."""
+    return value.item() if isinstance(value, (np.integer, np.str_, np.bool_)) else value
 
 
 def root(value, size) -> None:

@@ -187,16 +187,19 @@ class Ring:
         The private parts of all ranks, in the order of ranks.
         """
         everyone = self._everyone(common, private, error)
-        with self.alike():
+        with self.alike(MemoryError, checks.KernelError):  # as told
             return _settled(everyone, self.size)
 
     @staticmethod
     @contextmanager
-    def alike():
-        """Mark what is raised here, from what all ranks know, as what all of them raise: nobody waits for this one then."""
+    def alike(*more):
+        """Mark what is raised here, from what all ranks know, as what all of them raise: nobody waits for this one then.
+
+        more : types beside TypeError and ValueError; a rank may run out of memory alone
+        """
         try:
             yield
-        except (TypeError, ValueError, MemoryError, checks.KernelError) as error:
+        except (TypeError, ValueError, *more) as error:
             error.alike = True
             raise
 
@@ -486,7 +489,7 @@ class Ring:
         relayed = isinstance(error, (DeadlineError, PeerError)) and not str(error).startswith(f"rank {self.rank} ")
         if not relayed:
             late = isinstance(error, DeadlineError)
-            text = str(error) if late else f"rank {self.rank} stopped in {self._doing}: {type(error).__name__}: {error}"
+            text = str(error) if late else f"rank {self.rank} stopped in {self._doing}: {type(error).__name__}: {_said(error, str)}"
             for rank in range(self.size):
                 self._notify(rank, ("deadline" if late else "error", _clip(text, NOTICE_TEXT)))
         for pending in self._active:
@@ -647,12 +650,12 @@ def _as_told(error):
     return ValueError, f"{type(error).__name__}: {error}"
 
 
-def _said(value) -> str:
+def _said(value, how=repr) -> str:
     """A value for comparison and messages: on no rank may this raise."""
     try:
-        return repr(value)
+        return how(value)
     except Exception as error:
-        return f"{type(value).__name__} ({type(error).__name__} in its repr)"
+        return f"{type(value).__name__} ({type(error).__name__} in its {how.__name__})"
 
 
 def _clip(text: str, width: int = 80) -> str:

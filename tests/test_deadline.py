@@ -235,6 +235,29 @@ def test_a_rank_that_stops_while_a_call_is_prepared(comm, monkeypatch, where, er
 
 
 @pytest.mark.mpi(min_size=2)
+def test_a_rank_without_memory_in_construction(comm, monkeypatch):
+    """Looking at explicit positions takes memory on every rank by itself."""
+    if comm.rank == 1:
+
+        def no_memory(positions):
+            raise MemoryError("the shop is sold out")
+
+        monkeypatch.setattr("burstmpi.attention.check_explicit", no_memory)
+    began = time.perf_counter()
+    try:  # a rank that has heard all it wants of the others is done
+        attn = BurstAttention(comm, layout=np.arange(comm.rank, 3 * comm.size, comm.size), deadline=50)
+        q = np.zeros((1, 3, 1, 4))
+        attn.forward(q, q, q)
+        told = "done"
+    except (MemoryError, PeerError) as error:
+        told = f"{type(error).__name__}: {error}"
+    assert time.perf_counter() - began < 20
+    heard = "PeerError: rank 1 stopped in construction: MemoryError: the shop is sold out"
+    assert told == ("MemoryError: the shop is sold out" if comm.rank == 1 else heard)
+    wait_for_all(comm)
+
+
+@pytest.mark.mpi(min_size=2)
 def test_a_long_error_is_told_in_short(comm, monkeypatch):
     """It is received without a deadline, so it must leave at once."""
     attn = BurstAttention(comm, layout="contiguous", backward="q", deadline=50)

@@ -459,18 +459,26 @@ def test_numbers_that_cannot_be_split(step):
     assert not tame(work=tiny) and not tame(2.0**-20, of=0, rest=2.0**40, work=tiny) and tame(rest=2.0**40, work=tiny)
 
 
-@pytest.mark.parametrize("small, want", [((), 1), ((1e-19,), 1), ((1e-35,), 2.0**20), ((0.0,), 1)], ids=str)
-@pytest.mark.parametrize("size", [1.0, 2.0**-20, 2.0**-80])
-def test_gradients_that_cannot_be_split_are_brought_into_range(size, small, want):
-    """So that backward rounds scores by the same kernel as forward."""
+@pytest.mark.parametrize("small", [(), (1e-19,), (1e-35,), (0.0,)], ids=str)
+@pytest.mark.parametrize("size", [1.0, 2.0**60, 2.0**-20, 2.0**-80, 2.0**-126])
+@pytest.mark.parametrize("others, scale", [(1.0, 1.0), (2.0**40, 2.0**-50)])
+def test_gradients_that_cannot_be_split_are_brought_into_range(size, small, others, scale):
+    """So that backward rounds scores by the same kernel as forward: by a power of 2 that neither overflows nor is lost on the way back."""
     backend = HostBackend("portable")
-    x, dout = np.ones((1, 9, 2, 16), np.float32), np.full((1, 9, 2, 16), size, np.float32)
+    x, dout = np.full((1, 9, 2, 16), others, np.float32), np.full((1, 9, 2, 16), size, np.float32)
     dout[0, 3, 1, : len(small)] = small
     at = np.zeros(9, np.int32)
-    block = backend._block(x, x, x, np.zeros((1, 2, 9), np.float32), base.Work(Sight(at, at, at, at), Rules().scores(16), np.zeros(0, np.uint8)))
+    work = base.Work(Sight(at, at, at, at), Rules(scale=scale).scores(16), np.zeros(0, np.uint8))
+    block = backend._block(x, x, x, np.zeros((1, 2, 9), np.float32), work)
     tame = backend._of(np.dtype(np.float32), False)[0].tame
     block.dout = host._array(dout)
-    assert tame(block) and block.dout_factor == {1.0: 1, 2.0**-20: want, 2.0**-80: 2.0**80 if not small or small[0] < 2.0**-80 else 2.0**64}[size]
+    assert tame(block)
+    factor, least = block.dout_factor, min([size, *(y for y in small if y)])
+    assert np.frexp(factor)[0] == 0.5 and 1 <= factor and scale / factor >= 2.0**-126
+    assert factor == 1 or size * factor * others**2 <= 2.0**94
+    assert factor == 1 or size < 2.0**-60 or least < 2.0**-102
+    if others == 1:
+        assert size * factor >= 2.0**-60 and least * factor >= 2.0**-102
     for strange in (np.inf, np.nan, 2.0**71):
         dout[0, 8, 0, 3] = strange
         assert not tame(block)
@@ -487,6 +495,23 @@ def test_small_gradients_by_pieces(spoil, gain):
     dout[0, 3, 0, :1] *= np.float32(1e-35 if spoil == "one tiny number" else 1)
     dout[0, 7] *= np.float32(1e-33 if spoil == "a tiny row" else 1)
     run(backend, dout, q, k, v, "float32")
+    if spoil == "a tiny row":
+        out, lse = kit.forward(backend, q, k, v)
+        dq, *_ = kit.backward(backend, dout, q, k, v, out, lse)
+        true, same = kit.exact(dout, q, k, v)[2][0, 7], kit.naive(dout, q, k, v)[2][0, 7]
+        assert kit.rms((dq[0, 7] - true) * 1e33) <= 3 * kit.rms((same - true) * 1e33) + 1e-6 * kit.rms(true * 1e33)
+
+
+@pytest.mark.parametrize("size, k_size, scale", [(1e-40, 1, None), (1e-30, 1e10, 1e-10), (1e-24, 1e15, 1e-15)])
+def test_gradients_at_the_end_of_float32_by_pieces(size, k_size, scale):
+    """Subnormal ones count as 0, and small ones times a small scale are not lost where K is large."""
+    backend = kit.backend_of("amx")
+    q, k, v, dout = kit.arrays(np.random.default_rng(0), 1, 40, 70, 1, 1, 16, 16, "float32")
+    k, dout = k * np.float32(k_size), dout * np.float32(size)
+    out, lse = kit.forward(backend, q, k, v, scale=scale)
+    grads = kit.backward(backend, dout, q, k, v, out, lse, scale=scale)
+    for got, true in zip(grads, kit.exact(dout, q, k, v, scale=scale)[2:]):
+        assert np.isfinite(got).all() and kit.rms((got - true) / size) <= 1e-5 * kit.rms(true / size) + 2.0**-126 / size * (1 + kit.rms(true / size))
 
 
 def test_a_tiny_factor_by_pieces():

@@ -208,15 +208,29 @@ INLINE int tame(reach x, double factor)
     return x.top == 0 || (x.top < (double)TALL && top < (double)TALL && top >= SMALL && x.least * factor >= LAST_PIECE);
 }
 
+INLINE int exponent_of(double x) { return x > 0 && isfinite(x) ? ilogb(x) : 0; }
+
+/* What dout, which spans x, is multiplied by: 1, or where pieces of small numbers would be lost as much as is safe.  Neither must sums of products
+ * with V, Q and K overflow (2^32 terms), nor what results are multiplied by in the end, the smaller of 1, scale and scale / factor over this, be
+ * subnormal. */
+static double factor_of_dout(const burst_block *b, reach x, double v_top, double qk_top)
+{
+    if (x.top == 0 || (x.top >= SMALL && x.least >= LAST_PIECE)) return 1;
+    const int room = 126 - 32 - MAX(0, exponent_of(v_top)) - MAX(0, exponent_of(qk_top)) - exponent_of(x.top);
+    const int back = 126 + MIN(0, exponent_of(MIN(b->scale, b->scale / factor_of(b))));
+    return ldexp(1, MAX(0, MIN(room, back)));
+}
+
 /* Of q, k and v, all of type REAL: by these alone, as forward and backward must round scores alike.  dout is brought into range by a power of
  * 2; only where it holds infinities, NaN or huge numbers backward goes another way. */
 int burst_tame(burst_block *b)
 {
-    if (!tame(reach_of(&b->q, b, b->rows_q, b->heads, b->d), factor_of(b)) || !tame(reach_of(&b->k, b, b->rows_k, b->kv_heads, b->d), 1) ||
-        !tame(reach_of(&b->v, b, b->rows_k, b->kv_heads, b->dim_v), 1))
-        return 0;
+    const reach q = reach_of(&b->q, b, b->rows_q, b->heads, b->d), k = reach_of(&b->k, b, b->rows_k, b->kv_heads, b->d);
+    const reach v = reach_of(&b->v, b, b->rows_k, b->kv_heads, b->dim_v);
+    if (!tame(q, factor_of(b)) || !tame(k, 1) || !tame(v, 1)) return 0;
     if (!b->dout.data) return 1;
     const reach x = reach_of(&b->dout, b, b->rows_q, b->heads, b->dim_v);
-    if (x.top > 0 && x.top < 1 && (x.top < SMALL || x.least < LAST_PIECE)) b->dout_factor = ldexp(1, -ilogb(x.top));
-    return x.top < (double)TALL;
+    if (!(x.top < (double)TALL)) return 0;
+    b->dout_factor = factor_of_dout(b, x, v.top, MAX(q.top * factor_of(b), k.top));
+    return 1;
 }

@@ -384,6 +384,7 @@ static void *take_part(void *of)
         carry_on(m->c, 0);
         sched_yield();
     }
+    release_tiles(); /* which progress has had shaped again */
     return NULL;
 }
 
