@@ -304,6 +304,23 @@ NOINLINE void pair_rows(const bf16 *rows, int64_t ld, int64_t columns, uint32_t 
             storeu((float *)(words + i * columns + c), paired(rows + 2 * i * ld + c, rows + (2 * i + 1) * ld + c));
 }
 
+#ifdef BURST_DOT
+/* rows[keys][ld] -> leaves of 8 columns, [keys / 2][8] pairs of rows, 8 ld_turned apart; returns the same */
+#define TURNED_KEY DOT_ROWS /* bfloat16 from one key to the next */
+NOINLINE int turn(const bf16 *rows, int64_t ld, int64_t keys, int64_t columns, bf16 *turned, int64_t ld_turned, bf16 strange)
+{
+    vec_of_bf16 any_of = {0};
+    for (int64_t key = 0; key < keys; key += 2)
+        for (int64_t c = 0; c < columns; c += 16) {
+            const vec words = paired(rows + key * ld + c, rows + (key + 1) * ld + c);
+            any_of |= MARKED((vec_of_bf16)words, strange);
+            _mm256_storeu_si256((__m256i *)(turned + c * ld_turned + key * TURNED_KEY), _mm512_castsi512_si256((__m512i)words));
+            _mm256_storeu_si256((__m256i *)(turned + (c + 8) * ld_turned + key * TURNED_KEY), _mm512_extracti64x4_epi64((__m512i)words, 1));
+        }
+    return is_marked(any_of);
+}
+#else
+#define TURNED_KEY 1
 /* rows[keys][ld] -> turned[columns][ld_turned]; returns the same */
 NOINLINE int turn(const bf16 *rows, int64_t ld, int64_t keys, int64_t columns, bf16 *turned, int64_t ld_turned, bf16 strange)
 {
@@ -320,6 +337,7 @@ NOINLINE int turn(const bf16 *rows, int64_t ld, int64_t keys, int64_t columns, b
         }
     return is_marked(any_of);
 }
+#endif
 
 /* ---------------------------------------------------------------- a tile of keys */
 
@@ -336,7 +354,7 @@ INLINE void take_bf16_tile(arena *a, bf16_tile *t, const call *c, int backward)
     const int64_t keys = ROUND_UP(c->tile_keys, STEP);
     t->ld_k = ROUND_UP(b->d, STEP) + STEP;
     t->ld_v = ROUND_UP(b->dim_v, STEP) + STEP;
-    t->ld_turned = keys + STEP;
+    t->ld_turned = keys + (TURNED_KEY == 1 ? STEP : 4); /* powers of two would alias in L1 */
     t->plane_k = keys * t->ld_k;
     t->plane_v = keys * t->ld_v;
     t->plane_turned = ROUND_UP(backward ? b->d : b->dim_v, STEP) * t->ld_turned;
@@ -356,7 +374,7 @@ INLINE rows_of values_of(const bf16_tile *t, int64_t block)
 }
 INLINE rows_of turned_of(const bf16_tile *t, int64_t block)
 {
-    return (rows_of){t->turned + block * KR, t->ld_turned, t->plane_turned};
+    return (rows_of){t->turned + block * KR * TURNED_KEY, t->ld_turned, t->plane_turned};
 }
 
 /* Rows of K or V of a tile from `first` on, and zeros up to whole steps: P is 0 there, and 0 times what was left there must be 0.
@@ -388,7 +406,7 @@ NOINLINE void load_bf16_tile(bf16_tile *t, const call *c, int64_t batch, int64_t
         if (backward)
             turn(t->k + piece * t->plane_k, t->ld_k, keys, depth, turned, t->ld_turned, NOT_FINITE);
         else
-            turn(t->v + piece * t->plane_v + lying * t->ld_v, t->ld_v, keys - lying, width, turned + lying, t->ld_turned, TALL_BF16);
+            turn(t->v + piece * t->plane_v + lying * t->ld_v, t->ld_v, keys - lying, width, turned + lying * TURNED_KEY, t->ld_turned, TALL_BF16);
     }
 }
 

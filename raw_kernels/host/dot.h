@@ -2,7 +2,8 @@
  *
  * Layouts are AMX's: a word of 32 bits is a pair of bfloat16 along the sum, so that one instruction takes two terms of
  * 16 sums.  A pair of the left factor is broadcast, the right factor's pairs are a vector, 8 x 3 sums (or 8 x 2, or 8 x 1) stay
- * in registers.  Sums are float32; subnormal products count as 0.
+ * in registers.  Sums are float32; subnormal products count as 0.  But V and K "turned" need not be: they lie in leaves, 8 columns of all pairs
+ * of keys, then the next 8, so that a block reads one stream, and pairing rows is all that makes them.
  */
 #ifndef BURST_DOT_H
 #define BURST_DOT_H
@@ -12,15 +13,16 @@ _Static_assert(NR % (3 * LANES) == 0 && NR % (2 * LANES) == 0 && KR == DOT_ROWS,
 
 typedef uint32_t pair __attribute__((may_alias, aligned(2)));
 
-/* acc[i][j] += sum over `pairs` of a[i][pair] b[pair][j], for the vectors [FIRST, LAST) */
-INLINE void dot_more(const bf16 *a, int64_t ld_a, const uint32_t *b, int64_t ld_b, int64_t pairs, vec acc[DOT_ROWS][3], const int FIRST,
-                     const int LAST)
+/* acc[i][j] += sum over `pairs` of a[i][pair] b[pair][j], for the vectors [FIRST, LAST); a[i][pair] is row i words and `step` times as many pairs
+ * away */
+INLINE void dot_more(const pair *a, int64_t row, const int step, const uint32_t *b, int64_t ld_b, int64_t pairs, vec acc[DOT_ROWS][3],
+                     const int FIRST, const int LAST)
 {
     for (int64_t n = 0; n < pairs; n++) {
         __m512bh right[3];
         UNROLL for (int j = FIRST; j < LAST; j++) right[j] = (__m512bh)_mm512_loadu_si512(b + n * ld_b + j * LANES);
         UNROLL for (int i = 0; i < DOT_ROWS; i++) {
-            const __m512bh left = (__m512bh)_mm512_set1_epi32((int)((const pair *)(a + i * ld_a))[n]);
+            const __m512bh left = (__m512bh)_mm512_set1_epi32((int)a[i * row + n * step]);
             UNROLL for (int j = FIRST; j < LAST; j++) acc[i][j] = (vec)_mm512_dpbf16_ps((__m512)acc[i][j], left, right[j]);
         }
     }
@@ -35,7 +37,7 @@ INLINE void dot_clear(vec acc[DOT_ROWS][3], const int NV)
 INLINE void dot_block(const bf16 *a, int64_t ld_a, const uint32_t *b, int64_t ld_b, int64_t pairs, vec acc[DOT_ROWS][3], const int NV)
 {
     dot_clear(acc, NV);
-    dot_more(a, ld_a, b, ld_b, pairs, acc, 0, NV);
+    dot_more((const pair *)a, ld_a / 2, 1, b, ld_b, pairs, acc, 0, NV);
 }
 
 /* c += acc */
@@ -92,20 +94,20 @@ INLINE span pairs_seen(const parts *seen, int64_t block)
 }
 
 /* acc[c][j] += turned[c][keys] p[keys][j] of three vectors, run by run */
-INLINE void dot_runs(const bf16 *a, int64_t ld_a, const uint32_t *b, int64_t ld_b, const edges *edge, vec acc[DOT_ROWS][3])
+INLINE void dot_runs(const pair *a, const uint32_t *b, int64_t ld_b, const edges *edge, vec acc[DOT_ROWS][3])
 {
     for (int i = 0; i < edge->n; i++) {
         const int64_t pairs = edge->runs[i].keys / 2;
         switch (edge->runs[i].seen.first * 4 + edge->runs[i].seen.last) {
-        case 1: dot_more(a, ld_a, b, ld_b, pairs, acc, 0, 1); break;
-        case 2: dot_more(a, ld_a, b, ld_b, pairs, acc, 0, 2); break;
-        case 3: dot_more(a, ld_a, b, ld_b, pairs, acc, 0, 3); break;
-        case 6: dot_more(a, ld_a, b, ld_b, pairs, acc, 1, 2); break;
-        case 7: dot_more(a, ld_a, b, ld_b, pairs, acc, 1, 3); break;
-        case 11: dot_more(a, ld_a, b, ld_b, pairs, acc, 2, 3); break;
+        case 1: dot_more(a, 1, DOT_ROWS, b, ld_b, pairs, acc, 0, 1); break;
+        case 2: dot_more(a, 1, DOT_ROWS, b, ld_b, pairs, acc, 0, 2); break;
+        case 3: dot_more(a, 1, DOT_ROWS, b, ld_b, pairs, acc, 0, 3); break;
+        case 6: dot_more(a, 1, DOT_ROWS, b, ld_b, pairs, acc, 1, 2); break;
+        case 7: dot_more(a, 1, DOT_ROWS, b, ld_b, pairs, acc, 1, 3); break;
+        case 11: dot_more(a, 1, DOT_ROWS, b, ld_b, pairs, acc, 2, 3); break;
         default: break; /* nobody */
         }
-        a += 2 * pairs;
+        a += DOT_ROWS * pairs;
         b += pairs * ld_b;
     }
 }
@@ -116,7 +118,7 @@ NOINLINE void bf16_add_panel_runs(rows_of turned, pairs_of p, float *o, int64_t 
             const int lane = 3 * i * LANES;
             vec acc[DOT_ROWS][3];
             dot_clear(acc, 3);
-            dot_runs(turned.at + c * turned.ld, turned.ld, p.at + lane, p.ld, &seen->of[i], acc);
+            dot_runs((const pair *)(turned.at + c * turned.ld), p.at + lane, p.ld, &seen->of[i], acc);
             dot_put(acc, o + c * NR + lane, NR, 3);
         }
 }
@@ -126,8 +128,12 @@ NOINLINE void bf16_add_panel(rows_of turned, pairs_of p, int64_t keys, float *o,
 {
     if (seen) return bf16_add_panel_runs(turned, p, o, columns, seen);
     for (int lane = 0; lane < NR; lane += 3 * LANES)
-        for (int64_t c = 0; c < columns; c += DOT_ROWS)
-            dot_add(turned.at + c * turned.ld, turned.ld, p.at + lane, p.ld, keys / 2, o + c * NR + lane, NR, 3);
+        for (int64_t c = 0; c < columns; c += DOT_ROWS) {
+            vec acc[DOT_ROWS][3];
+            dot_clear(acc, 3);
+            dot_more((const pair *)(turned.at + c * turned.ld), 1, DOT_ROWS, p.at + lane, p.ld, keys / 2, acc, 0, 3);
+            dot_put(acc, o + c * NR + lane, NR, 3);
+        }
 }
 
 /* g[keys][x.ld] += p[keys][NR] x[NR][x.ld], of n columns at least; seen may be NULL */
