@@ -115,6 +115,16 @@ def test_a_slow_peer_in_a_step(comm, monkeypatch, call):
     attn.close()
 
 
+def stop_rank_1(comm, attn, monkeypatch, error):
+    """Raise in its kernel of backward, of which all ranks want gradients."""
+
+    def stumble():
+        raise error
+
+    if comm.rank == 1:
+        hinder(attn, monkeypatch, "attend_backward", stumble)
+
+
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("backward", ["q", "kv"])
 def test_a_peer_that_stops_in_the_middle(comm, monkeypatch, backward):
@@ -123,12 +133,7 @@ def test_a_peer_that_stops_in_the_middle(comm, monkeypatch, backward):
     attn = BurstAttention(comm, layout="contiguous", backward=backward, deadline=50)
     q, k, v, dout = shards(attn, p)
     out, lse = attn.forward(q, k, v)
-
-    def stumble():
-        raise FloatingPointError("sparks in the kernel")
-
-    if comm.rank == 1:
-        hinder(attn, monkeypatch, "attend_backward", stumble)
+    stop_rank_1(comm, attn, monkeypatch, FloatingPointError("sparks in the kernel"))
     began = time.perf_counter()
     with pytest.raises(FloatingPointError if comm.rank == 1 else PeerError) as caught:
         attn.backward(dout, q, k, v, out, lse)
@@ -263,12 +268,7 @@ def test_a_long_error_is_told_in_short(comm, monkeypatch):
     attn = BurstAttention(comm, layout="contiguous", backward="q", deadline=50)
     q = np.zeros((1, 2, 1, 4))
     out, lse = attn.forward(q, q, q)
-    if comm.rank == 1:
-
-        def stumble():
-            raise ValueError("x" * 200_000)
-
-        hinder(attn, monkeypatch, "attend_backward", stumble)
+    stop_rank_1(comm, attn, monkeypatch, ValueError("x" * 200_000))
     with pytest.raises(ValueError if comm.rank == 1 else PeerError) as caught:
         attn.backward(q, q, q, q, out, lse)
     assert comm.rank == 1 or len(str(caught.value)) <= 1000
