@@ -9,18 +9,9 @@
 
 #include "amx.h"
 
-#ifdef BURST_DOT
-#define SHARES (VR / 3) /* of what is asked for, a block */
-#else
-#define SHARES 1
-#endif
+#define SHARES (TILE_REGISTERS ? 1 : VR / 3) /* of what is asked for, a block */
 #define TOTALS (VR * (1 + ROUNDED_SUMS)) /* of a panel's weights and, behind them, of these as they are rounded */
-
-#ifdef BURST_DOT
-#define SUMS_AT_ONCE 1
-#else
-#define SUMS_AT_ONCE 0
-#endif
+#define SUMS_AT_ONCE (!TILE_REGISTERS) /* both */
 
 /* sum + what is in 16 pairs of weights */
 INLINE vec add_pairs(vec sum, vec words)

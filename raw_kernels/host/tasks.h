@@ -71,11 +71,7 @@ INLINE void *take(arena *a, int64_t bytes)
 #endif
 #endif
 
-#if defined(BURST_AMX) && !defined(BURST_DOT)
-#define KEYS_FROM_LAST 0
-#else
-#define KEYS_FROM_LAST 1
-#endif
+#define KEYS_FROM_LAST (!TILE_REGISTERS)
 
 /* What rows [from, to) see, all together. */
 typedef struct {
@@ -109,7 +105,7 @@ typedef struct {
 INLINE int64_t room_of(int backward)
 {
     const int64_t small = (int64_t)1 << 20, large = (int64_t)3 << 19;
-#if defined(BURST_AMX) && !defined(BURST_DOT)
+#if TILE_REGISTERS
     (void)backward, (void)small;
     return large;
 #elif defined(_SC_LEVEL2_CACHE_SIZE)
@@ -313,7 +309,7 @@ INLINE unsigned get_modes(void) { return 0; }
 INLINE unsigned set_modes(unsigned modes) { return modes; }
 #endif
 
-#if defined(BURST_AMX) && !defined(BURST_DOT)
+#if TILE_REGISTERS
 typedef struct {
     uint8_t palette, start, zero[14];
     uint16_t row_bytes[16];

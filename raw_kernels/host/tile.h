@@ -422,7 +422,7 @@ INLINE void ask_for(key_feed *f, const stream *s, int n) { collect(&f->soon, s, 
 INLINE const key_tile *tile_of(const key_feed *f) { return &f->tile; }
 #endif
 
-#if !defined(BURST_AMX) || defined(BURST_DOT)
+#if !TILE_REGISTERS
 /* What three vectors of a panel see of the blocks [from, to) of a tile: of each one, and in runs of blocks that are alike. */
 typedef struct {
     span spans[(BURST_KEYS_FORWARD + KR - 1) / KR];

@@ -28,6 +28,13 @@ typedef uint32_t UINT;
 #define MANTISSA 23
 #endif
 
+/* Whether products go by AMX's tile registers; vdpbf16ps has AMX's layouts and none of these */
+#if defined(BURST_AMX) && !defined(BURST_DOT)
+#define TILE_REGISTERS 1
+#else
+#define TILE_REGISTERS 0
+#endif
+
 #if defined(BURST_AMX) /* on top of AVX-512; panels and blocks are whole AMX tiles: see amx.h, and dot.h for BURST_DOT */
 #include <immintrin.h>
 #define VBYTES 64

@@ -10,11 +10,7 @@
 #include "gradient.h"
 
 /* Backward asks for lines ahead, but on AMX, where that took longer (docs/host-tried.md) */
-#if !defined(BURST_AMX) || defined(BURST_DOT)
-#define ASKS_IN_BACKWARD 1
-#else
-#define ASKS_IN_BACKWARD 0
-#endif
+#define ASKS_IN_BACKWARD (!TILE_REGISTERS)
 
 INLINE void first_keys(key_feed *f, const call *c, const task *k, int64_t index, int backward)
 {
